@@ -1,0 +1,375 @@
+"""What a model is (`ModelConfig`) and how it is computed (`Numerics`).
+
+`ModelConfig` keeps the key names of the published DeepSeek-V4 `config.json`, so a reader of one knows the
+other. `compress_ratios` alone decides the kind of every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+CSA_RATIO = 4
+"""The published code overlaps blocks and runs the indexer exactly where the ratio is 4."""
+
+
+class LayerKind(enum.Enum):
+    """What a layer attends to besides its sliding window."""
+
+    WINDOW = "window"
+    CSA = "csa"
+    HCA = "hca"
+
+
+class ConfigError(ValueError):
+    """A configuration that is incomplete, contradicts itself, or asks for what V4 does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN scaling of rotary frequencies (arXiv 2309.00071); cos and sin stay unscaled in V4."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and constants of a DeepSeek-V4 model, under the key names of its published `config.json`.
+
+    `compress_ratios` has an entry for each of the `num_hidden_layers` layers, then one for each MTP layer:
+    0 is a window-only layer, 4 is CSA, anything else is HCA with that ratio. `extra` keeps every key of the
+    file that this class does not read, as sorted (key, JSON text) pairs.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    compress_ratios: tuple[int, ...]
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    sliding_window: int = 128
+    n_shared_experts: int = 1
+    num_nextn_predict_layers: int = 0
+    norm_topk_prob: bool = True
+    swiglu_limit: float = 10.0
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    yarn: Yarn | None = None
+    max_position_embeddings: int = 1048576
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @staticmethod
+    def from_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelConfig:
+        """Reads a published `config.json`: a path, or the mapping already parsed.
+
+        Raises:
+            ConfigError: a needed key is missing, keys contradict each other, or a value is outside V4.
+        """
+        if isinstance(source, Mapping):
+            raw = dict(source)
+        else:
+            try:
+                raw = json.loads(Path(source).read_text())
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{os.fspath(source)!r} is not JSON: {error}") from None
+            if not isinstance(raw, dict):
+                raise ConfigError(f"{os.fspath(source)!r} must hold a JSON object, got {type(raw).__name__}")
+        return _from_published(raw)
+
+    @staticmethod
+    def load(directory: str | os.PathLike[str]) -> ModelConfig:
+        """Reads `config.json` of a checkpoint folder."""
+        return ModelConfig.from_json(Path(directory) / "config.json")
+
+    def to_json(self) -> dict[str, Any]:
+        """The published keys and the kept unknown ones; `from_json` of it gives an equal configuration."""
+        out: dict[str, Any] = {key: json.loads(text) for key, text in self.extra}
+        out |= {"model_type": "deepseek_v4", "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus"}
+        for field in dataclasses.fields(self):
+            if field.name not in ("yarn", "extra"):
+                out[field.name] = getattr(self, field.name)
+        out["compress_ratios"] = list(self.compress_ratios)
+        out["tie_word_embeddings"] = False
+        out["rope_scaling"] = None if self.yarn is None else {"type": "yarn", **dataclasses.asdict(self.yarn)}
+        return out
+
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of a layer."""
+        ratio = self.compress_ratios[layer]
+        if ratio == 0:
+            return LayerKind.WINDOW
+        return LayerKind.CSA if ratio == CSA_RATIO else LayerKind.HCA
+
+    @property
+    def layers(self) -> range:
+        """The indices of the main layers (MTP layers not counted)."""
+        return range(self.num_hidden_layers)
+
+    @property
+    def alignment(self) -> int:
+        """Tokens after which every layer's blocks end together: the least common multiple of the ratios."""
+        return math.lcm(*(ratio for ratio in self.compress_ratios if ratio), 1)
+
+
+def _check(c: ModelConfig) -> None:
+    """Raises ConfigError at the first rule that `c` breaks."""
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    not_counts = ("num_nextn_predict_layers", "num_hash_layers", "n_shared_experts")
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        if field.type == "int":
+            low = 0 if field.name in not_counts else 1
+            need(
+                isinstance(value, int) and not isinstance(value, bool) and value >= low,
+                f"{field.name}={value!r} must be an integer >= {low}",
+            )
+    expected = c.num_hidden_layers + c.num_nextn_predict_layers
+    need(
+        len(c.compress_ratios) == expected,
+        f"compress_ratios has {len(c.compress_ratios)} entries, expected {expected}: "
+        f"num_hidden_layers={c.num_hidden_layers} + num_nextn_predict_layers={c.num_nextn_predict_layers}",
+    )
+    need(all(r >= 0 for r in c.compress_ratios), f"compress_ratios={c.compress_ratios} must not be negative")
+    need(
+        all(r == 0 for r in c.compress_ratios[c.num_hidden_layers :]),
+        f"the MTP entries of compress_ratios must be 0 (window only), got {c.compress_ratios[c.num_hidden_layers :]}",
+    )
+    hca = {r for r in c.compress_ratios if r not in (0, CSA_RATIO)}
+    need(
+        len(hca) <= 1 and all(r % CSA_RATIO == 0 for r in hca),
+        f"HCA ratios {sorted(hca)} must be one multiple of {CSA_RATIO}",
+    )
+    need(
+        c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim < c.head_dim,
+        f"qk_rope_head_dim={c.qk_rope_head_dim} must be even and smaller than head_dim={c.head_dim}",
+    )
+    need(
+        c.index_head_dim & (c.index_head_dim - 1) == 0 and c.index_head_dim >= c.qk_rope_head_dim,
+        f"index_head_dim={c.index_head_dim} must be a power of two (Hadamard transform) "
+        f"and hold qk_rope_head_dim={c.qk_rope_head_dim}",
+    )
+    need(
+        c.num_attention_heads % c.o_groups == 0,
+        f"num_attention_heads={c.num_attention_heads} must be a multiple of o_groups={c.o_groups}",
+    )
+    need(
+        c.num_experts_per_tok <= c.n_routed_experts,
+        f"num_experts_per_tok={c.num_experts_per_tok} exceeds n_routed_experts={c.n_routed_experts}",
+    )
+    need(
+        c.num_hash_layers <= c.num_hidden_layers,
+        f"num_hash_layers={c.num_hash_layers} exceeds num_hidden_layers={c.num_hidden_layers}",
+    )
+
+
+_FIXED = {"model_type": "deepseek_v4", "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus"}
+_FIXED |= {"tie_word_embeddings": False}
+_KIND_NAMES = {
+    "sliding_attention": LayerKind.WINDOW,
+    "compressed_sparse_attention": LayerKind.CSA,
+    "heavily_compressed_attention": LayerKind.HCA,
+}
+
+
+def _from_published(raw: dict[str, Any]) -> ModelConfig:
+    for key, only in _FIXED.items():
+        if key in raw and raw[key] != only:
+            raise ConfigError(f"{key}={raw[key]!r} is not supported: DeepSeek-V4 has {only!r}")
+    if "compress_ratios" not in raw:
+        raise ConfigError(
+            "compress_ratios is missing: it decides the kind of every layer "
+            "(default layer types fit neither published checkpoint)"
+        )
+    fields = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name not in ("yarn", "extra")}
+    values = {key: raw[key] for key in fields if key in raw}
+    missing = sorted(
+        name for name, f in fields.items() if f.default is dataclasses.MISSING and name not in values
+    )
+    if missing:
+        raise ConfigError(f"config.json lacks {', '.join(missing)}")
+    ratios = raw["compress_ratios"]
+    if not isinstance(ratios, list | tuple) or not all(type(r) is int for r in ratios):
+        raise ConfigError(f"compress_ratios={ratios!r} must be a list of integers")
+    values["compress_ratios"] = tuple(ratios)
+    read = set(fields) | set(_FIXED) | {"rope_scaling"}
+    extra = tuple(sorted((key, json.dumps(raw[key], sort_keys=True)) for key in raw if key not in read))
+    config = ModelConfig(**values, yarn=_yarn(raw.get("rope_scaling")), extra=extra)
+    _check_layer_types(config, raw.get("layer_types"))
+    return config
+
+
+def _yarn(scaling: Mapping[str, Any] | None) -> Yarn | None:
+    if scaling is None:
+        return None
+    kind = scaling.get("type", scaling.get("rope_type"))
+    if kind != "yarn":
+        raise ConfigError(f"rope_scaling type {kind!r} is not supported: expected 'yarn' or no rope_scaling")
+    names = [f.name for f in dataclasses.fields(Yarn)]
+    missing = [name for name in names[:2] if name not in scaling]
+    if missing:
+        raise ConfigError(f"rope_scaling lacks {', '.join(missing)}")
+    return Yarn(**{name: scaling[name] for name in names if name in scaling})
+
+
+def _check_layer_types(config: ModelConfig, layer_types: list[str] | None) -> None:
+    """`layer_types`, where a file has both, must say the same as `compress_ratios`."""
+    if layer_types is None:
+        return
+    ours = [config.kind(layer) for layer in config.layers]
+    theirs = [_KIND_NAMES.get(name) for name in layer_types[: config.num_hidden_layers]]
+    if ours != theirs:
+        where = next(i for i in config.layers if i >= len(theirs) or ours[i] != theirs[i])
+        said = layer_types[where] if where < len(layer_types) else "nothing"
+        raise ConfigError(
+            f"layer_types and compress_ratios contradict each other at layer {where}: "
+            f"{said!r} against ratio {config.compress_ratios[where]}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Everything besides weights and tokens that decides the bits of a result.
+
+    State made under one numerics is a miss under another: `identity` goes into every fingerprint.
+    Reductions that grow with the context run over fixed blocks in a fixed order, so the maximum length,
+    the batch and the size of a pool are not part of it.
+
+    Attributes:
+        dtype: of activations and cached rows, "float32" or "bfloat16". Compressors, mHC, routers, softmax
+            and the head always compute in float32, as the published code does.
+        tile: tokens in a tile; every program runs in this one shape.
+        index_block: compressed entries scored at a time by the indexer.
+        key_block: compressed entries at a time in HCA attention.
+        fake_quantisation: round KV to E4M3 and indexer queries and keys to E2M1, as the published code does.
+    """
+
+    dtype: str = "float32"
+    tile: int = 32
+    index_block: int = 256
+    key_block: int = 32
+    fake_quantisation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
+        for name in ("tile", "index_block", "key_block"):
+            value = getattr(self, name)
+            if value < 4 or value % 4:
+                raise ValueError(f"{name}={value} must be a positive multiple of 4")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ValueError where the tile does not fit the compression ratios of `config`."""
+        for ratio in set(config.compress_ratios) - {0}:
+            if self.tile % ratio and ratio % self.tile:
+                raise ValueError(f"tile={self.tile} must divide the compression ratio {ratio}, or be a multiple")
+
+    def identity(self) -> dict[str, str]:
+        """The numerics and the machine facts on which bits were found to depend, as text."""
+        device = jax.devices()[0]
+        ours = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return ours | {
+            "jaxlib": jaxlib.__version__,
+            "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+            "platform": device.platform,
+            "device_kind": device.device_kind,
+            "isa": platform.machine(),
+        }
+
+
+_YARN = Yarn(factor=16.0, original_max_position_embeddings=65536)
+_SMALL_YARN = Yarn(factor=16.0, original_max_position_embeddings=4096)
+
+
+def flash() -> ModelConfig:
+    """DeepSeek-V4-Flash as published."""
+    return ModelConfig(
+        vocab_size=129280, hidden_size=4096, num_hidden_layers=43,
+        compress_ratios=(0, 0, *(4, 128) * 20, 4, 0), num_nextn_predict_layers=1,
+        num_attention_heads=64, head_dim=512, qk_rope_head_dim=64, q_lora_rank=1024,
+        o_groups=8, o_lora_rank=1024, index_n_heads=64, index_head_dim=128, index_topk=512,
+        n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048, num_hash_layers=3,
+        routed_scaling_factor=1.5, yarn=_YARN,
+    )  # fmt: skip
+
+
+def pro() -> ModelConfig:
+    """DeepSeek-V4-Pro as published."""
+    return ModelConfig(
+        vocab_size=129280, hidden_size=7168, num_hidden_layers=61,
+        compress_ratios=(128, 128, *(4, 128) * 29, 4, 0), num_nextn_predict_layers=1,
+        num_attention_heads=128, head_dim=512, qk_rope_head_dim=64, q_lora_rank=1536,
+        o_groups=16, o_lora_rank=1024, index_n_heads=64, index_head_dim=128, index_topk=1024,
+        n_routed_experts=384, num_experts_per_tok=6, moe_intermediate_size=3072, num_hash_layers=3,
+        routed_scaling_factor=2.5, yarn=_YARN,
+    )  # fmt: skip
+
+
+def bench() -> ModelConfig:
+    """Six layers of width 256, large enough to time and small enough for two cores."""
+    return ModelConfig(
+        vocab_size=512, hidden_size=256, num_hidden_layers=6, compress_ratios=(0, 0, 4, 128, 4, 128),
+        num_attention_heads=8, head_dim=64, qk_rope_head_dim=16, q_lora_rank=128,
+        o_groups=2, o_lora_rank=64, index_n_heads=16, index_head_dim=64, index_topk=64,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, num_hash_layers=3,
+        routed_scaling_factor=1.5, yarn=_SMALL_YARN, max_position_embeddings=65536,
+    )  # fmt: skip
+
+
+def tiny() -> ModelConfig:
+    """The smallest model with every layer kind at the published window and ratios."""
+    return ModelConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=3, compress_ratios=(0, 4, 128),
+        num_attention_heads=4, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
+        o_groups=2, o_lora_rank=16, index_n_heads=16, index_head_dim=16, index_topk=8,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hash_layers=1,
+        routed_scaling_factor=1.5, yarn=_SMALL_YARN, max_position_embeddings=65536,
+    )  # fmt: skip
+
+
+def micro() -> ModelConfig:
+    """For property tests: window 8, ratios 4 and 8 (8 stands for 128), top-k 2."""
+    return ModelConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=3, compress_ratios=(0, 4, 8), sliding_window=8,
+        num_attention_heads=4, head_dim=16, qk_rope_head_dim=8, q_lora_rank=16,
+        o_groups=2, o_lora_rank=8, index_n_heads=16, index_head_dim=16, index_topk=2,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hash_layers=1,
+        routed_scaling_factor=1.5, yarn=Yarn(factor=16.0, original_max_position_embeddings=64),
+        max_position_embeddings=4096,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Weights, the forward pass over tiles, and checkpoints."""

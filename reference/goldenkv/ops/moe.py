@@ -1,0 +1,77 @@
+"""Mixture of experts: hash and learned routing, and the SwiGLU experts.
+
+Report section 2.1 ("designs inherited from DeepSeek-V3", with sqrt(softplus) scores and hash routing in the
+first layers). Experts are computed densely, each for every row, and a row that did not choose an expert
+gives it weight 0: row by row the same arithmetic, whatever the other rows chose.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from .linear import project
+from .typed import typed
+
+
+@typed
+def router_scores(x: Float[Array, "t i"], weight: Float[Array, "i e"]) -> Float32[Array, "t e"]:
+    """sqrt(softplus(x W)), float32."""
+    return jnp.sqrt(jax.nn.softplus(project(x.astype(jnp.float32), weight)))
+
+
+@typed
+def learned_routing(
+    scores: Float32[Array, "t e"], bias: Float32[Array, " e"], top_k: int
+) -> Int32[Array, "t {top_k}"]:
+    """The `top_k` experts with the highest score + bias; ties go to the lowest index."""
+    return jax.lax.top_k(scores + bias, top_k)[1].astype(jnp.int32)
+
+
+@typed
+def hash_routing(tokens: Int32[Array, " t"], table: Int32[Array, "v k"]) -> Int32[Array, "t k"]:
+    """The experts that a fixed table gives each token id."""
+    return table[tokens]
+
+
+@typed
+def routing_weights(
+    scores: Float32[Array, "t e"], experts: Int32[Array, "t k"], scale: float, *, normalise: bool = True
+) -> Float32[Array, "t e"]:
+    """Weight of every expert a row: score / sum of the chosen scores * scale, 0 for experts not chosen.
+
+    The router's bias chooses experts but does not weigh them.
+    """
+    chosen = jnp.take_along_axis(scores, experts, axis=1)
+    if normalise:
+        chosen = chosen / (jnp.sum(chosen, axis=1, keepdims=True) + 1e-20)
+    is_chosen = experts[:, :, None] == jnp.arange(scores.shape[1])
+    return jnp.sum(jnp.where(is_chosen, (chosen * scale)[:, :, None], 0.0), axis=1)
+
+
+@typed
+def experts(
+    x: Float[Array, "t i"],
+    weights: Float32[Array, "t e"],
+    gate: Float[Array, "e i f"],
+    up: Float[Array, "e i f"],
+    down: Float[Array, "e f i"],
+    limit: float,
+) -> Float32[Array, "t i"]:
+    """Sum over experts e of down_e(weights[t, e] * silu(min(g, limit)) * clip(u, -limit, limit)).
+
+    Args:
+        x: normalised layer inputs.
+        weights: from `routing_weights`; ones for the shared expert.
+        gate, up, down: expert matrices, i hidden and f intermediate channels.
+        limit: clamp of the gate (above) and of the linear part (both sides).
+    """
+
+    def mix(equation: str, left: Array, right: Array) -> Array:
+        return jnp.einsum(
+            equation, left, right.astype(left.dtype), precision="highest", preferred_element_type=jnp.float32
+        )
+
+    g = jnp.minimum(mix("ti,eif->tef", x, gate), limit)
+    u = jnp.clip(mix("ti,eif->tef", x, up), -limit, limit)
+    h = jax.nn.silu(g) * u * weights[:, :, None]
+    return mix("tef,efi->ti", h.astype(x.dtype), down)
