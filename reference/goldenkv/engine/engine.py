@@ -1,0 +1,316 @@
+"""One engine: it owns weights and a pool, and runs sequences tile by tile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence as Tokens
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from ..config import ModelConfig, Numerics
+from ..model.tile import Probe, run_tile
+from ..model.weights import Model
+from ..state import pool as pools
+from ..state.fingerprint import fingerprint, weights_digest
+from ..state.pool import Geometry, Rows
+from ..state.snapshot import Snapshot
+
+
+class CapacityError(RuntimeError):
+    """The engine has no free slot, no free page, or the sequence would exceed its maximum length."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """What one live sequence owns. Made by `Engine.open` and `Engine.restore`, ended by `Engine.close`."""
+
+    slot: int
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    open: bool = True
+
+
+class Engine:
+    """Runs a model over sequences that share one pool of device state.
+
+    Args:
+        model: the weights.
+        config: what they are.
+        numerics: how to compute; part of the fingerprint.
+        slots: sequences that can live at once.
+        max_length: the most tokens of a sequence.
+        pages: pages shared by all sequences; enough for every slot at its maximum by default.
+        page_size: tokens a page, a multiple of `config.alignment`, which is the default.
+        fill: what the pool holds before anything is written. No bit of any result depends on it.
+
+    Raises:
+        ValueError: sizes that do not fit the configuration.
+    """
+
+    aligned = True
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        numerics: Numerics | None = None,
+        *,
+        slots: int = 1,
+        max_length: int = 4096,
+        pages: int | None = None,
+        page_size: int | None = None,
+        fill: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.numerics = numerics or Numerics()
+        self.numerics.check(config)
+        if not 1 <= max_length <= config.max_position_embeddings:
+            raise ValueError(f"{max_length=} must lie in 1 .. {config.max_position_embeddings} (the model's positions)")
+        self.max_length = max_length
+        page_size = page_size or config.alignment
+        self._table_size = -(-max_length // page_size)
+        self.geometry = Geometry(
+            slots=slots,
+            pages=slots * self._table_size if pages is None else pages,
+            page_size=page_size,
+            tile=self.numerics.tile,
+            aligned=self.aligned,
+        )
+        leaves, self._structure = jax.tree.flatten(model)
+        self._leaves = tuple(leaves)
+        self._pool = pools.create_pool(config, self.numerics, self.geometry, fill)
+        self._free_slots = list(range(slots))
+        self._free_pages = list(range(self.geometry.pages))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the configuration, the weights and the numerics; state under another one is a miss."""
+        return fingerprint(self.config, self.numerics, weights_digest(self._leaves))
+
+    # Sequences -----------------------------------------------------------------------------------------
+
+    def open(self) -> Sequence:
+        """A new empty sequence.
+
+        Raises:
+            CapacityError: all slots are taken.
+        """
+        if not self._free_slots:
+            raise CapacityError(f"all {self.geometry.slots} slots are taken; close a sequence first")
+        return Sequence(slot=self._free_slots.pop(0))
+
+    def close(self, seq: Sequence) -> None:
+        """Frees the slot and the pages; a second call does nothing."""
+        if seq.open:
+            self._free_slots.append(seq.slot)
+            self._free_pages.extend(seq.pages)
+            seq.open, seq.pages = False, []
+
+    def _reserve(self, seq: Sequence, length: int) -> None:
+        """Makes room for `length` tokens in all, or raises and changes nothing."""
+        if not seq.open:
+            raise ValueError("the sequence is closed")
+        if length > self.max_length:
+            raise CapacityError(f"{length} tokens exceed {self.max_length=}")
+        need = -(-length // self.geometry.page_size) - len(seq.pages)
+        if need > len(self._free_pages):
+            raise CapacityError(f"{need} pages needed, {len(self._free_pages)} free of {self.geometry.pages}")
+        for _ in range(need):
+            seq.pages.append(self._free_pages.pop(0))
+
+    # Computing -----------------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        seq: Sequence,
+        tokens: Tokens[int] | np.ndarray,
+        chunk_plan: Tokens[int] | None = None,
+        *,
+        all_logits: bool = False,
+    ) -> np.ndarray:
+        """Appends tokens to a sequence.
+
+        Args:
+            seq: any length, also one that was restored or decoded.
+            tokens: ids, at least one.
+            chunk_plan: lengths that sum to the number of tokens: how the work is cut. It changes no bit.
+            all_logits: return the logits of every token instead of the last.
+
+        Returns:
+            Float32 logits, [vocabulary], or [tokens, vocabulary] with `all_logits`.
+
+        Raises:
+            ValueError: no tokens, an id outside the vocabulary, or a plan that does not sum up.
+            CapacityError: past `max_length`, or out of pages. The sequence is unchanged.
+        """
+        ids = self._checked(tokens)
+        plan = [len(ids)] if chunk_plan is None else list(chunk_plan)
+        if sum(plan) != len(ids) or min(plan) < 1:
+            raise ValueError(f"chunk_plan must hold positive lengths that sum to {len(ids)}, got {plan}")
+        self._reserve(seq, seq.length + len(ids))
+        logits, done = [], 0
+        for size in plan:
+            for live, tile_logits, _ in self._run(seq, ids[done : done + size], probe=False):
+                logits.append((live, tile_logits))
+                if not all_logits:
+                    del logits[:-1]
+            done += size
+        rows = np.concatenate([np.asarray(tile_logits)[live] for live, tile_logits in logits])
+        return rows if all_logits else rows[-1]
+
+    def decode(self, seq: Sequence, token: int) -> np.ndarray:
+        """Appends one token and returns the float32 logits [vocabulary] that follow it. Errors as `prefill`."""
+        return self.prefill(seq, [token])
+
+    def prefill_batch(self, work: Tokens[tuple[Sequence, Tokens[int] | np.ndarray]]) -> list[np.ndarray]:
+        """Appends tokens to several sequences of any lengths, tile by tile in turn.
+
+        Returns:
+            The last logits of each, as `prefill`. An empty batch gives an empty list.
+
+        Raises:
+            ValueError: as `prefill`, or a sequence that appears twice.
+            CapacityError: as `prefill`. No sequence has changed.
+        """
+        if len({id(seq) for seq, _ in work}) != len(work):
+            raise ValueError("a sequence appears twice in the batch")
+        checked = [(seq, self._checked(tokens)) for seq, tokens in work]
+        short = sum(max(0, -(-(s.length + len(t)) // self.geometry.page_size) - len(s.pages)) for s, t in checked)
+        if short > len(self._free_pages):
+            raise CapacityError(f"{short} pages needed, {len(self._free_pages)} free of {self.geometry.pages}")
+        for seq, ids in checked:
+            if seq.length + len(ids) > self.max_length:
+                raise CapacityError(f"{seq.length + len(ids)} tokens exceed {self.max_length=}")
+        for seq, ids in checked:
+            self._reserve(seq, seq.length + len(ids))
+        running = {i: self._run(seq, ids, probe=False) for i, (seq, ids) in enumerate(checked)}
+        last: dict[int, tuple[slice, jax.Array]] = {}
+        while running:
+            for i in list(running):
+                step = next(running[i], None)
+                if step is None:
+                    del running[i]
+                else:
+                    last[i] = step[:2]
+        return [np.asarray(last[i][1])[last[i][0]][-1] for i in range(len(checked))]
+
+    def decode_batch(self, work: Tokens[tuple[Sequence, int]]) -> list[np.ndarray]:
+        """One decode step for each of several sequences; as `prefill_batch`."""
+        return self.prefill_batch([(seq, [token]) for seq, token in work])
+
+    def prefill_probed(self, seq: Sequence, tokens: Tokens[int] | np.ndarray) -> tuple[np.ndarray, Probe]:
+        """As `prefill` with `all_logits`, and what was computed on the way (see `Probe`), as numpy arrays.
+
+        It runs a program of its own, so compare its values with tolerances, not bits.
+        """
+        ids = self._checked(tokens)
+        self._reserve(seq, seq.length + len(ids))
+        steps = [
+            (np.asarray(logits)[live], jax.tree.map(lambda a, live=live: np.asarray(a)[live], probe))
+            for live, logits, probe in self._run(seq, ids, probe=True)
+        ]
+        probe = jax.tree.map(lambda *parts: np.concatenate(parts), *(p for _, p in steps))
+        return np.concatenate([logits for logits, _ in steps]), probe
+
+    def generate(
+        self,
+        seq: Sequence,
+        logits: np.ndarray,
+        steps: int,
+        choose: Callable[[np.ndarray, int], int] | None = None,
+    ) -> tuple[list[int], np.ndarray]:
+        """Decodes `steps` tokens, each chosen from the logits before it.
+
+        Args:
+            seq: the sequence, whose next token is to be chosen from `logits`.
+            logits: what the last `prefill` or `decode` returned.
+            choose: from (logits, position) to a token; greedy by default. For seeded sampling pass
+                `lambda logits, position: sample(logits, seed, position)`.
+
+        Returns:
+            The tokens, and the logits after each, float32 [steps, vocabulary].
+        """
+        tokens, rows = [], []
+        for _ in range(steps):
+            token = int(np.argmax(logits)) if choose is None else choose(logits, seq.length)
+            logits = self.decode(seq, token)
+            tokens.append(token)
+            rows.append(logits)
+        return tokens, np.array(rows, np.float32).reshape(steps, self.config.vocab_size)
+
+    def _checked(self, tokens: Tokens[int] | np.ndarray) -> np.ndarray:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"tokens must be a non-empty list of integers, got shape {ids.shape} of {ids.dtype}")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            bad = int(np.argmax((ids < 0) | (ids >= self.config.vocab_size)))
+            raise ValueError(f"token {ids[bad]} at index {bad} is outside the vocabulary 0 .. {self.config.vocab_size - 1}")
+        return ids.astype(np.int32)
+
+    def _run(self, seq: Sequence, ids: np.ndarray, *, probe: bool) -> Iterator[tuple[slice, jax.Array, Probe | None]]:
+        """Runs the tiles of one chunk; yields each tile's live rows, logits and probe."""
+        size, done = self.numerics.tile, 0
+        while done < len(ids):
+            first = seq.length // size * size
+            end = min(first + size, seq.length + len(ids) - done)
+            fresh = ids[done : done + end - seq.length]
+            tile = np.zeros(size, np.int32)
+            tile[seq.length - first : end - first] = fresh
+            live = slice(seq.length - first, end - first)
+            yield live, *self._tile(seq, tile, end, probe=probe)
+            done += len(fresh)
+
+    def _tile(self, seq: Sequence, tokens: np.ndarray, end: int, *, probe: bool) -> tuple[jax.Array, Probe | None]:
+        """Runs one tile that extends `seq` to `end` tokens."""
+        table = np.full(self._table_size, self.geometry.pages, np.int32)
+        table[: len(seq.pages)] = seq.pages
+        self._pool, logits, seen = run_tile(
+            self._leaves,
+            self._pool,
+            tokens,
+            np.int32(seq.length),
+            np.int32(end),
+            np.int32(seq.slot),
+            table,
+            structure=self._structure,
+            config=self.config,
+            numerics=self.numerics,
+            aligned=self.aligned,
+            probe=probe,
+        )
+        seq.length = end
+        return logits, seen
+
+    # State ---------------------------------------------------------------------------------------------
+
+    def rows(self, seq: Sequence) -> Rows:
+        """The minimal exact state of a sequence, copied to the host: cell name -> [rows, channels]."""
+        if not seq.open:
+            raise ValueError("the sequence is closed")
+        return pools.read_rows(self.config, self._pool, seq.slot, seq.pages, seq.length)
+
+    def snapshot(self, seq: Sequence) -> Snapshot:
+        """The minimal exact state, with the fingerprint under which it is valid."""
+        return Snapshot(self.fingerprint, seq.length, self.rows(seq))
+
+    def restore(self, snapshot: Snapshot) -> Sequence:
+        """A new sequence that continues where the snapshot was taken.
+
+        Raises:
+            ForeignSnapshot, IncompleteSnapshot: it does not belong here. Nothing was written.
+            CapacityError: no slot, no pages, or longer than `max_length`. Nothing was written.
+        """
+        snapshot.check(self.config, self.numerics, self.fingerprint)
+        seq = self.open()
+        try:
+            self._reserve(seq, snapshot.length)
+        except CapacityError:
+            self.close(seq)
+            raise
+        self._pool = pools.write_rows(
+            self.config, self._pool, seq.slot, seq.pages, snapshot.length, snapshot.rows
+        )
+        seq.length = snapshot.length
+        return seq
