@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from .linear import contract
 from .typed import typed
 
 
@@ -48,10 +49,10 @@ def absorb(
         visible: which query sees which key.
     """
     keys = jnp.where(jnp.any(visible, axis=0)[:, None], keys, 0)
-    scores = jnp.einsum("thd,nd->thn", q, keys, precision="highest", preferred_element_type=jnp.float32)
+    scores = contract("thd,nd->thn", q, keys)
 
     def values(weight: Float32[Array, "t h n"]) -> Float32[Array, "t h d"]:
-        return jnp.einsum("thn,nd->thd", weight, keys.astype(jnp.float32), precision="highest")
+        return contract("thn,nd->thd", weight, keys)
 
     return _fold(state, scores, visible, values)
 
@@ -62,10 +63,10 @@ def absorb_selected(
 ) -> Softmax:
     """Adds k keys of its own to each query: the entries that the indexer selected for it."""
     keys = jnp.where(visible[:, :, None], keys, 0)
-    scores = jnp.einsum("thd,tkd->thk", q, keys, precision="highest", preferred_element_type=jnp.float32)
+    scores = contract("thd,tkd->thk", q, keys)
 
     def values(weight: Float32[Array, "t h k"]) -> Float32[Array, "t h d"]:
-        return jnp.einsum("thk,tkd->thd", weight, keys.astype(jnp.float32), precision="highest")
+        return contract("thk,tkd->thd", weight, keys)
 
     return _fold(state, scores, visible, values)
 

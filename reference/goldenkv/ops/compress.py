@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from .linear import contract
 from .norm import rms_norm
 from .rope import rotate
 from .typed import typed
@@ -31,9 +32,8 @@ def compressor_rows(
         position_bias: added to the score by the position within the block, t mod m.
         positions: absolute positions from 0.
     """
-    wide = x.astype(jnp.float32)
-    kv = jnp.matmul(wide, kv_weight.astype(jnp.float32), precision="highest")
-    gate = jnp.matmul(wide, gate_weight.astype(jnp.float32), precision="highest")
+    kv = contract("ti,ic->tc", x, kv_weight)
+    gate = contract("ti,ic->tc", x, gate_weight)
     return kv, gate + position_bias[positions % position_bias.shape[0]]
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from .linear import contract
 from .typed import typed
 
 
@@ -24,7 +25,7 @@ def index_scores(
     Returns:
         Scores with -0 replaced by +0, so that ties do not depend on a sign of zero.
     """
-    dots = jnp.einsum("thd,nd->thn", q, keys, precision="highest", preferred_element_type=jnp.float32)
+    dots = contract("thd,nd->thn", q, keys)
     score = jnp.sum(jnp.maximum(dots, 0.0) * head_weight[:, :, None], axis=1)
     return jnp.where(score == 0.0, 0.0, score)
 

@@ -1,18 +1,25 @@
 """Matrix products with their precision stated, and the grouped output projection."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from .typed import typed
 
 
 @typed
+def contract(equation: str, *operands: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """An einsum in float32 at the highest precision.
+
+    Products of two bfloat16 values are exact in float32, so for them this is "accumulate in float32".
+    """
+    wide = (operand.astype(jnp.float32) for operand in operands)
+    return jnp.einsum(equation, *wide, precision="highest")
+
+
+@typed
 def project(x: Float[Array, "*rows i"], weight: Float[Array, "i o"]) -> Float[Array, "*rows o"]:
-    """x @ weight, accumulated in float32 at the highest precision, returned in the dtype of `x`."""
-    product = jnp.einsum(
-        "...i,io->...o", x, weight.astype(x.dtype), precision="highest", preferred_element_type=jnp.float32
-    )
-    return product.astype(x.dtype)
+    """x @ weight, accumulated in float32, returned in the dtype of `x`."""
+    return contract("...i,io->...o", x, weight).astype(x.dtype)
 
 
 @typed
@@ -30,11 +37,5 @@ def grouped_output(
         out_weight: the mixing matrix, g * r inputs.
     """
     groups = heads.reshape(heads.shape[0], group_weight.shape[0], -1)
-    low_rank = jnp.einsum(
-        "tgi,gir->tgr",
-        groups,
-        group_weight.astype(heads.dtype),
-        precision="highest",
-        preferred_element_type=jnp.float32,
-    )
-    return project(low_rank.astype(heads.dtype).reshape(heads.shape[0], -1), out_weight)
+    low_rank = contract("tgi,gir->tgr", groups, group_weight).astype(heads.dtype)
+    return project(low_rank.reshape(heads.shape[0], -1), out_weight)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from .linear import contract
 from .norm import rms_norm
 from .typed import typed
 
@@ -40,7 +41,7 @@ def stream_mixing(
     """
     rows, count, _ = streams.shape
     flat = rms_norm(streams.astype(jnp.float32).reshape(rows, -1), eps=norm_eps)
-    mixes = jnp.matmul(flat, weight.astype(jnp.float32), precision="highest")
+    mixes = contract("ti,io->to", flat, weight)
     pre = jax.nn.sigmoid(mixes[:, :count] * scale[0] + base[:count]) + eps
     post = 2.0 * jax.nn.sigmoid(mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count])
     comb = (mixes[:, 2 * count :] * scale[2] + base[2 * count :]).reshape(rows, count, count)
@@ -91,5 +92,5 @@ def head_collapse(
 ) -> Float[Array, "t d"]:
     """The model's output row: streams weighted by sigmoid + eps of their own projection."""
     flat = rms_norm(streams.astype(jnp.float32).reshape(streams.shape[0], -1), eps=norm_eps)
-    mixes = jnp.matmul(flat, weight.astype(jnp.float32), precision="highest")
+    mixes = contract("ti,io->to", flat, weight)
     return collapse(streams, jax.nn.sigmoid(mixes * scale + base) + eps)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from .linear import project
+from .linear import contract, project
 from .typed import typed
 
 
@@ -66,12 +66,7 @@ def experts(
         limit: clamp of the gate (above) and of the linear part (both sides).
     """
 
-    def mix(equation: str, left: Array, right: Array) -> Array:
-        return jnp.einsum(
-            equation, left, right.astype(left.dtype), precision="highest", preferred_element_type=jnp.float32
-        )
-
-    g = jnp.minimum(mix("ti,eif->tef", x, gate), limit)
-    u = jnp.clip(mix("ti,eif->tef", x, up), -limit, limit)
+    g = jnp.minimum(contract("ti,eif->tef", x, gate), limit)
+    u = jnp.clip(contract("ti,eif->tef", x, up), -limit, limit)
     h = jax.nn.silu(g) * u * weights[:, :, None]
-    return mix("tef,efi->ti", h.astype(x.dtype), down)
+    return contract("tef,efi->ti", h.astype(x.dtype), down)

@@ -40,7 +40,8 @@ def equal_rows(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """For each row of the first axis whether its bits are equal. Other shapes or dtypes differ in every row."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return np.zeros(max(len(left), len(right)), bool)
-    return (unsigned(left) == unsigned(right)).reshape(len(left), -1).all(axis=1)
+    same = unsigned(left) == unsigned(right)
+    return same.all(axis=tuple(range(1, same.ndim)))
 
 
 def compare(left: Rows, right: Rows) -> Difference:
