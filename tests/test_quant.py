@@ -1,20 +1,36 @@
 """Fake quantisation and the Hadamard transform: bit for bit against the published definition."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from goldenkv.ops import quant
 from safetensors.numpy import load_file
 
-FORMATS = {
-    "e4m3": (quant.fake_quantise_e4m3, quant.quantise_e4m3, quant.round_e4m3, ml_dtypes.float8_e4m3fn, 64, 448.0),
-    "e2m1": (quant.fake_quantise_e2m1, quant.quantise_e2m1, quant.round_e2m1, ml_dtypes.float4_e2m1fn, 32, 6.0),
-}
-each_format = pytest.mark.parametrize("name", FORMATS)
+from goldenkv.ops import quant
+
+
+
+class Format(NamedTuple):
+    fake: Callable
+    quantise: Callable
+    round_grid: Callable
+    dtype: type
+    block: int
+    largest: float
+
+
+E4M3 = Format(
+    quant.fake_quantise_e4m3, quant.quantise_e4m3, quant.round_e4m3, ml_dtypes.float8_e4m3fn, 64, 448.0
+)
+E2M1 = Format(
+    quant.fake_quantise_e2m1, quant.quantise_e2m1, quant.round_e2m1, ml_dtypes.float4_e2m1fn, 32, 6.0
+)
+each_format = pytest.mark.parametrize("form", [E4M3, E2M1], ids=["e4m3", "e2m1"])
 
 
 def bits(x) -> np.ndarray:
@@ -34,8 +50,7 @@ def published(golden_dir: Path) -> dict[str, np.ndarray]:
 
 @each_format
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_equals_the_published_definition(published, name: str, compiled: bool) -> None:
-    fake, quantise, *_ = FORMATS[name]
+def test_equals_the_published_definition(published, form: Format, compiled: bool) -> None:
     key = {"e4m3": "fp8_block64", "e2m1": "fp4_block32"}[name]
     x = jnp.asarray(published["x"])
     if compiled:
@@ -45,17 +60,15 @@ def test_equals_the_published_definition(published, name: str, compiled: bool) -
 
 
 @each_format
-def test_every_code_is_a_fixed_point(name: str) -> None:
-    _, _, round_grid, dtype, *_ = FORMATS[name]
+def test_every_code_is_a_fixed_point(form: Format) -> None:
     values = codes_of(dtype)
     np.testing.assert_array_equal(bits(round_grid(jnp.asarray(values[np.isfinite(values)]))), bits(values[np.isfinite(values)]))
     assert np.isnan(np.asarray(round_grid(jnp.asarray(values)))).sum() == np.isnan(values).sum()
 
 
 @each_format
-def test_rounding_equals_a_cast(name: str) -> None:
+def test_rounding_equals_a_cast(form: Format) -> None:
     """Every tie of the grid, and one float32 step to either side of it, and numbers in between."""
-    _, _, round_grid, dtype, _, largest = FORMATS[name]
     grid = np.unique(np.abs(codes_of(dtype)[np.isfinite(codes_of(dtype))]))
     ties = ((grid[1:].astype(np.float64) + grid[:-1]) / 2).astype(np.float32)
     rng = np.random.default_rng(0)
@@ -68,15 +81,13 @@ def test_rounding_equals_a_cast(name: str) -> None:
 
 
 @each_format
-def test_clamps(name: str) -> None:
-    *_, round_grid, _, _, largest = FORMATS[name]
+def test_clamps(form: Format) -> None:
     x = jnp.array([largest * 1.2, -largest * 1e9, np.inf, -np.inf], jnp.float32)
     np.testing.assert_array_equal(np.asarray(round_grid(x)), np.float32([largest, -largest, largest, -largest]))
 
 
 @each_format
-def test_zeros_keep_their_sign(name: str) -> None:
-    fake, *_, block, _ = FORMATS[name]
+def test_zeros_keep_their_sign(form: Format) -> None:
     x = np.zeros((2, block), np.float32)
     x[:, 1::2] = -0.0
     x[1, 0] = 3.0
@@ -85,8 +96,7 @@ def test_zeros_keep_their_sign(name: str) -> None:
 
 @each_format
 @pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf, -np.inf])
-def test_a_broken_block_is_nan_and_the_others_are_not_touched(name: str, broken: float) -> None:
-    fake, quantise, *_, block, _ = FORMATS[name]
+def test_a_broken_block_is_nan_and_the_others_are_not_touched(form: Format, broken: float) -> None:
     x = np.random.default_rng(1).standard_normal((3, 2 * block)).astype(np.float32)
     clean = np.asarray(fake(jnp.asarray(x)))
     x[1, 5] = broken
@@ -99,8 +109,7 @@ def test_a_broken_block_is_nan_and_the_others_are_not_touched(name: str, broken:
 
 @each_format
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_twice_is_once_and_jit_is_eager(name: str, dtype: str) -> None:
-    fake, *_, block, _ = FORMATS[name]
+def test_twice_is_once_and_jit_is_eager(form: Format, dtype: str) -> None:
     rng = np.random.default_rng(2)
     scale = 2.0 ** rng.uniform(-30, 30, (64, 1))
     x = jnp.asarray(rng.standard_normal((64, 3 * block)) * scale, jnp.dtype(dtype))
@@ -111,8 +120,7 @@ def test_twice_is_once_and_jit_is_eager(name: str, dtype: str) -> None:
 
 
 @each_format
-def test_a_shorter_last_block_stands_alone(name: str) -> None:
-    fake, quantise, *_, block, _ = FORMATS[name]
+def test_a_shorter_last_block_stands_alone(form: Format) -> None:
     x = np.random.default_rng(3).standard_normal((4, block + 8)).astype(np.float32)
     x[:, block:] *= 1000
     got = np.asarray(fake(jnp.asarray(x)))

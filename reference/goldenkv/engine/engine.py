@@ -50,6 +50,7 @@ class Engine:
     """
 
     aligned = True
+    """Tiles start at multiples of their size."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Engine:
             slots=slots,
             pages=slots * self._table_size if pages is None else pages,
             page_size=page_size,
-            tile=self.numerics.tile,
+            tile=self._largest_tile,
             aligned=self.aligned,
         )
         leaves, self._structure = jax.tree.flatten(model)
@@ -251,16 +252,24 @@ class Engine:
 
     def _run(self, seq: Sequence, ids: np.ndarray, *, probe: bool) -> Iterator[tuple[slice, jax.Array, Probe | None]]:
         """Runs the tiles of one chunk; yields each tile's live rows, logits and probe."""
-        size, done = self.numerics.tile, 0
+        done = 0
         while done < len(ids):
-            first = seq.length // size * size
-            end = min(first + size, seq.length + len(ids) - done)
-            fresh = ids[done : done + end - seq.length]
+            first, size = self._tile_at(seq.length, len(ids) - done)
+            fresh = ids[done : done + first + size - seq.length]
+            live = slice(seq.length - first, seq.length - first + len(fresh))
             tile = np.zeros(size, np.int32)
-            tile[seq.length - first : end - first] = fresh
-            live = slice(seq.length - first, end - first)
-            yield live, *self._tile(seq, tile, end, probe=probe)
+            tile[live] = fresh
+            yield live, *self._tile(seq, tile, seq.length + len(fresh), probe=probe)
             done += len(fresh)
+
+    @property
+    def _largest_tile(self) -> int:
+        return self.numerics.tile
+
+    def _tile_at(self, length: int, remaining: int) -> tuple[int, int]:
+        """(first position, size) of the tile that takes the next tokens of a sequence."""
+        size = self.numerics.tile
+        return length // size * size, size
 
     def _tile(self, seq: Sequence, tokens: np.ndarray, end: int, *, probe: bool) -> tuple[jax.Array, Probe | None]:
         """Runs one tile that extends `seq` to `end` tokens."""
@@ -282,6 +291,10 @@ class Engine:
         )
         seq.length = end
         return logits, seen
+
+    def wait(self) -> None:
+        """Returns when all device work is done; calls return before that. For timing."""
+        jax.block_until_ready(self._pool)
 
     # State ---------------------------------------------------------------------------------------------
 

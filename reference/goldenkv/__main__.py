@@ -1,0 +1,5 @@
+"""`python -m goldenkv`."""
+
+from .cli import main
+
+main()

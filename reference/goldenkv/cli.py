@@ -1,0 +1,186 @@
+"""The command line: `goldenkv reload` and `goldenkv parity`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import __version__
+
+app = typer.Typer(
+    help="A golden reference of DeepSeek-V4's CSA+HCA attention whose state reloads bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+
+def main() -> None:
+    """Entry point. Errors that a user can cause end in one line and exit code 2."""
+    from .errors import MissingExtra
+
+    try:
+        app()
+    except (ValueError, OSError, MissingExtra) as error:
+        _err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        _out.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def reload(
+    text: Annotated[Path | None, typer.Option(help="The text to run; the help topics that ship with Python by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=9, help="How many tokens of it.")] = 2085,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps compared after every path.")] = 32,
+    checkpoint: Annotated[Path | None, typer.Option(help="A folder with config.json and safetensors weights; random weights of the bench preset by default.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; bytes are tokens by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    fake_quantisation: Annotated[bool, typer.Option(help="Round KV to FP8 and index keys to FP4, as published.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the random weights, chunk plans and strangers.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw which rows differ, path by path (needs the extra 'explore').")] = None,
+) -> None:
+    """The reload gate: state survives every way of being kept, bit for bit, and damage does not go unseen.
+
+    A cold run is compared with other chunk plans, a batch with strangers, and restores from host memory, from
+    disk and from disk in a new process: every component and every logit, by unsigned views. Then each control
+    damages the state and must be caught. The exit code is 1 if a path differs or a control is not caught.
+    """
+    from .config import Numerics
+    from .gate import Gate, ModelSource, Report
+    from .text import byte_tokens, default_text, tokenizer_tokens
+
+    if figure is not None:
+        from .figures import gate_figure, save_figure
+    words = default_text() if text is None else text.read_text()
+    source = ModelSource(
+        Numerics(dtype=dtype, fake_quantisation=fake_quantisation),
+        None if checkpoint is None else str(checkpoint.resolve()),
+        seed,
+    )
+    results = []
+    with _progress() as progress:
+        task = progress.add_task("loading the model", total=None)
+        config, _ = loaded = source.load()
+        ids = tokenizer_tokens(words, tokenizer) if tokenizer else byte_tokens(words, config.vocab_size)
+        if len(ids) < tokens:
+            raise ValueError(f"the text has {len(ids)} tokens, {tokens} were asked for (--tokens)")
+        progress.update(task, description="cold run")
+        gate = Gate(source, ids[:tokens], steps=steps, seed=seed, loaded=loaded)
+        names = gate.names
+        progress.update(task, total=len(names))
+        for name in names:
+            progress.update(task, description=name)
+            results.append(gate.run_line(name))
+            progress.advance(task)
+    report = Report(gate.about | {"text": str(text) if text else "pydoc_data.topics"}, results)
+    _out.print(_gate_table(report))
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    if figure is not None:
+        save_figure(gate_figure(results), figure)
+    if not report.ok:
+        bad = [r.name for r in results if not r.ok]
+        _out.print(f"[bold red]FAILED:[/] {', '.join(bad)}", highlight=False)
+        raise typer.Exit(1)
+    paths = sum(not r.control for r in results) - 1
+    _out.print(
+        f"[bold green]passed:[/] {paths} paths are bit-equal to the cold run, "
+        f"{len(results) - paths - 1} controls were caught",
+        highlight=False,
+    )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=_err,
+        transient=True,
+    )
+
+
+def _gate_table(report) -> Table:  # type: ignore[no-untyped-def]
+    about = report.about
+    table = Table(
+        title=f"{about['tokens']} tokens, {about['steps']} decode steps after; {about['model']}",
+        title_justify="left",
+        caption="rows: of every component after the prompt and after the decode steps, and of logits",
+        caption_justify="left",
+    )
+    for name, justify in (("path", "left"), ("tokens\nreused", "right"), ("bytes", "right"), ("bit-equal rows", "right"),
+                          ("first difference", "left"), ("seconds", "right"), ("speed-up", "right"), ("verdict", "left")):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    controls = False
+    for r in report.results:
+        if r.control and not controls:
+            controls = True
+            table.add_section()
+        d = r.difference
+        first = "" if d is None or d.first is None else f"{d.first[0]} row {d.first[1]}"
+        if r.control:
+            verdict = f"[green]caught:[/] {r.caught}" if r.ok else "[bold red]NOT CAUGHT[/]"
+        else:
+            verdict = "[green]equal[/]" if r.ok else "[bold red]DIFFERS[/]"
+        table.add_row(
+            ("control: " if r.control else "") + r.name,
+            f"{r.reused:,}" if r.reused else "",
+            f"{r.nbytes:,}" if r.nbytes else "",
+            "" if d is None else f"{d.equal:,} of {d.rows:,}",
+            first,
+            f"{r.seconds:.3f}",
+            "" if r.speedup is None else f"{r.speedup:,.0f}x",
+            verdict,
+        )
+    return table
+
+
+@app.command()
+def parity(
+    directory: Annotated[Path | None, typer.Argument(help="A folder of golden vectors (config, weights, expected values).")] = None,
+    which: Annotated[str, typer.Option(help="plain or quantised: which expected values.")] = "plain",
+    transformers: Annotated[bool, typer.Option("--transformers", help="Compare seeded random weights with transformers (needs the extra 'parity').")] = False,
+    tolerance: Annotated[float, typer.Option(help="Largest difference allowed, float32.")] = 1e-4,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Compares the model with independent implementations, tensor by tensor, within a tolerance.
+
+    The exit code is 1 if any tensor is further away than allowed.
+    """
+    from . import parity as compare
+
+    if (directory is None) != transformers:
+        raise typer.BadParameter("give either a folder of golden vectors or --transformers")
+    if directory is not None:
+        reports = [compare.compare_golden(directory, which=which, tolerance=tolerance)]
+    else:
+        reports = compare.compare_transformers(tolerance=tolerance)
+    for report in reports:
+        compare.render(report, _out)
+    if json_file is not None:
+        json_file.write_text(json.dumps([report.to_json() for report in reports], indent=1) + "\n")
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)

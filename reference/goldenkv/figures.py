@@ -1,0 +1,100 @@
+"""Pictures of results. Matplotlib comes with the extra `explore`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import MissingExtra
+from .gate import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EQUAL, DIFFERENT, ABSENT = "#d8e6dc", "#b3261e", "#ffffff"
+
+
+def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
+    """Which rows of state and logits differ from the cold run: a line a path, a column a group of rows.
+
+    Columns are grouped by component, summed over layers; a cell is red if any of its rows differs.
+
+    Args:
+        results: of a gate; lines without a comparison are left out.
+        bins: columns to draw.
+    """
+    pyplot = _pyplot()
+    from matplotlib.colors import ListedColormap
+
+    drawn = [r for r in results if r.difference is not None and r.name != "cold"]
+    groups = _groups(drawn)
+    widths = np.array([size for _, size in groups], float)
+    columns = np.maximum((widths / widths.sum() * bins).astype(int), 12)
+    edges = np.concatenate([[0], np.cumsum(columns)])
+    picture = np.full((len(drawn), edges[-1]), 2)
+    for line, result in enumerate(drawn):
+        masks = _by_group(result)
+        for (name, _), low, count in zip(groups, edges, columns, strict=False):
+            if name in masks and len(masks[name]):
+                picture[line, low : low + count] = _binned(~masks[name], count)
+
+    figure, axes = pyplot.subplots(figsize=(11, 0.34 * len(drawn) + 1.9), layout="constrained")
+    colours = ListedColormap([EQUAL, DIFFERENT, ABSENT])
+    axes.imshow(picture, aspect="auto", cmap=colours, vmin=0, vmax=2, interpolation="nearest")
+    for edge in edges[1:-1]:
+        axes.axvline(edge - 0.5, color="white", linewidth=1.5)
+    for line in range(1, len(drawn)):
+        axes.axhline(line - 0.5, color="white", linewidth=1.5)
+    axes.set_xticks((edges[:-1] + edges[1:]) / 2 - 0.5, [name for name, _ in groups], rotation=35, ha="right")
+    axes.set_yticks(range(len(drawn)), [("control: " if r.control else "") + r.name for r in drawn])
+    axes.tick_params(length=0, labelsize=8)
+    axes.set_title("Rows that differ from the cold run (red) after the prompt and the decode steps", fontsize=10)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Writes a picture without the date and version that would change its bytes."""
+    figure.savefig(path, dpi=150, metadata={"Software": None} if str(path).endswith(".png") else None)
+
+
+def _pyplot():  # type: ignore[no-untyped-def]
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtra("explore", "drawing a figure") from None
+    if matplotlib.rcParams._get_backend_or_none() is None:  # no window is ever opened
+        matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _by_group(result: Result) -> dict[str, np.ndarray]:
+    """Row masks joined over layers: `prompt: layers.2.entries` and `layers.2.entries` belong to `entries`."""
+    assert result.difference is not None
+    joined: dict[str, list[np.ndarray]] = {}
+    for name, mask in result.difference.by_name.items():
+        joined.setdefault(name.rsplit(".", 1)[-1], []).append(mask)
+    return {name: np.concatenate(masks) for name, masks in joined.items()}
+
+
+def _groups(results: Sequence[Result]) -> list[tuple[str, int]]:
+    sizes: dict[str, int] = {}
+    for result in results:
+        for name, mask in _by_group(result).items():
+            sizes[name] = max(sizes.get(name, 0), len(mask))
+    return [(name, size) for name, size in sizes.items() if size]
+
+
+def _binned(different: np.ndarray, count: int) -> np.ndarray:
+    """`count` cells; a cell is 1 if any of its rows differs, and every row falls into at least one cell."""
+    cells = np.zeros(count, int)
+    cells[np.flatnonzero(different) * count // len(different)] = 1
+    if len(different) < count:  # fewer rows than cells: draw each row over all of its cells
+        cells = different[np.arange(count) * len(different) // count].astype(int)
+    return cells

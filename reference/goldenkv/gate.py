@@ -1,0 +1,398 @@
+"""The reload gate: state survives every way of being kept, bit for bit, and damage does not go unseen.
+
+A cold run computes a prompt, keeps its state, and decodes. Then each *path* gets to the same state in another
+way and decodes the same tokens: other chunk plans, a batch with strangers, restored from host memory, from
+disk, from disk in a new process. Every component and every logit must have the same bits. Then each *control*
+damages the state in one way that real systems did; a control passes the gate only if the damage is caught.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from .config import ModelConfig, Numerics, bench
+from .engine import Engine, FreeShapeEngine, Sequence
+from .model.checkpoint import load_checkpoint
+from .model.weights import Model
+from .state import CorruptSnapshot, Difference, Rows, Snapshot, compare
+
+
+_AT_PROMPT = "prompt: "
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the weights come from: a checkpoint folder, or the bench preset with seeded random weights.
+
+    A second process can be told the same source in a line of JSON.
+    """
+
+    numerics: Numerics = Numerics()
+    checkpoint: str | None = None
+    seed: int = 0
+
+    def load(self) -> tuple[ModelConfig, Model]:
+        if self.checkpoint is not None:
+            return load_checkpoint(self.checkpoint, numerics=self.numerics)
+        return bench(), Model(bench(), self.numerics, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the gate.
+
+    Attributes:
+        name: the path or the control.
+        control: True where a difference is what must be found.
+        reused: tokens whose state was not computed again.
+        nbytes: bytes of the state that was moved.
+        difference: from the cold run, over components and logits; None where an error stopped the reload.
+        caught: for controls, how the damage was caught; empty where it was not.
+        seconds: to get to the end of the prompt.
+        speedup: of that over the cold run, where something was reused.
+    """
+
+    name: str
+    control: bool
+    reused: int
+    nbytes: int
+    difference: Difference | None
+    seconds: float
+    caught: str = ""
+    speedup: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """A path must be bit-equal; a control must be caught."""
+        if self.control:
+            return bool(self.caught)
+        return self.difference is not None and self.difference.same
+
+    def to_json(self) -> dict:
+        """Plain values; the row masks as counts of different rows by name."""
+        out = {key: getattr(self, key) for key in ("name", "control", "ok", "reused", "nbytes", "seconds")}
+        out |= {"speedup": self.speedup, "caught": self.caught, "rows": None, "equal": None}
+        if self.difference is not None:
+            d = self.difference
+            out |= {"rows": d.rows, "equal": d.equal, "first_difference": list(d.first) if d.first else None}
+            out["different_rows"] = {n: int((~ok).sum()) for n, ok in d.by_name.items() if not ok.all()}
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All lines, and what was run."""
+
+    about: dict
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Every path is bit-equal and every control was caught."""
+        return all(result.ok for result in self.results)
+
+    def to_json(self) -> dict:
+        return {"ok": self.ok, "about": self.about, "results": [r.to_json() for r in self.results]}
+
+
+class Gate:
+    """Runs the paths and controls over one prompt.
+
+    Args:
+        source: the weights.
+        tokens: the prompt, at least 9 tokens.
+        steps: decode steps compared after every path.
+        seed: of chunk plans and strangers.
+        loaded: what `source.load()` returned, if it was called before.
+    """
+
+    plans = 5
+
+    def __init__(
+        self,
+        source: ModelSource,
+        tokens: np.ndarray,
+        *,
+        steps: int = 32,
+        seed: int = 0,
+        loaded: tuple[ModelConfig, Model] | None = None,
+    ) -> None:
+        self.source, self.tokens, self.steps = source, tokens, steps
+        self.config, self.model = loaded or source.load()
+        if len(tokens) < 9:
+            raise ValueError(f"the gate needs at least 9 tokens, got {len(tokens)}")
+        self.rng = np.random.default_rng(seed)
+        longest = len(tokens) + steps
+        self.engine = Engine(self.model, self.config, source.numerics, slots=3, max_length=longest)
+        self._warm_up()
+        self._cold()
+
+    @property
+    def names(self) -> list[str]:
+        """The lines, in the order in which to run them."""
+        return list(self._lines())
+
+    @property
+    def about(self) -> dict:
+        """What was run."""
+        return {
+            "model": self.source.checkpoint or f"bench preset, random weights of seed {self.source.seed}",
+            "tokens": len(self.tokens),
+            "steps": self.steps,
+            "fingerprint": self.engine.fingerprint,
+            "numerics": self.source.numerics.identity(),
+        }
+
+    def run_line(self, name: str) -> Result:
+        """Runs one of `names`."""
+        return self._lines()[name]()
+
+    def run(self) -> Report:
+        """Runs every line."""
+        return Report(self.about, [self.run_line(name) for name in self.names])
+
+    def _lines(self) -> dict[str, Callable[[], Result]]:
+        plans = {f"chunk plan {n}": lambda n=n: self._chunk_plan(n) for n in range(1, self.plans + 1)}
+        return {
+            "cold": self._cold_line,
+            **plans,
+            "batch with strangers": self._batch,
+            "restore from host memory": self._host,
+            "restore from disk": self._disk,
+            "restore from disk, new process": self._new_process,
+            "overlap dropped": lambda: self._damaged("overlap dropped", _drop_overlap),
+            "stale window rows": lambda: self._damaged("stale window rows", self._stale_window),
+            "two entries swapped": lambda: self._damaged("two entries swapped", _swap_entries),
+            "one bit flipped": self._flipped_bit,
+            "one bit flipped, unverified": self._flipped_bit_unverified,
+            "free-shape chunks": self._free_shape,
+        }
+
+    # The cold run --------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """Compiles every program, so that no line's time is the compiler's."""
+        seq = self.engine.open()
+        self.engine.prefill(seq, self.tokens[:8])
+        again = self.engine.restore(self.engine.snapshot(seq))
+        self.engine.close(seq)
+        self.engine.close(again)
+
+    def _cold(self) -> None:
+        seq = self.engine.open()
+        began = time.perf_counter()
+        logits = self.engine.prefill(seq, self.tokens)
+        self.cold_seconds = time.perf_counter() - began
+        self.snapshot = self.engine.snapshot(seq)
+        self.decoded, after = self.engine.generate(seq, logits, self.steps)
+        self.expected = self._everything(self.snapshot.rows, self.engine.rows(seq), after)
+        self.engine.close(seq)
+
+    def _everything(self, at_prompt: Rows, at_end: Rows, logits: np.ndarray) -> Rows:
+        """All that is compared: state after the prompt, state after the decode steps, logits a step."""
+        prompt = {_AT_PROMPT + name: rows for name, rows in at_prompt.items()}
+        return prompt | at_end | {"logits": logits}
+
+    def _cold_line(self) -> Result:
+        same = compare(self.expected, self.expected)
+        return Result("cold", False, 0, self.snapshot.nbytes, same, self.cold_seconds)
+
+    # Paths ---------------------------------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence) -> Rows:
+        """Compares-to-be: decodes the cold run's tokens and closes the sequence."""
+        at_prompt = self.engine.rows(seq)
+        logits = np.array([self.engine.decode(seq, token) for token in self.decoded])
+        found = self._everything(at_prompt, self.engine.rows(seq), logits)
+        self.engine.close(seq)
+        return found
+
+    def _path(self, name: str, seq: Sequence, seconds: float, *, reused: int = 0) -> Result:
+        difference = compare(self.expected, self._finish(seq))
+        nbytes = self.snapshot.nbytes if reused else 0
+        speedup = self.cold_seconds / seconds if reused else None
+        return Result(name, False, reused, nbytes, difference, seconds, speedup=speedup)
+
+    def _chunk_plan(self, number: int) -> Result:
+        left, plan = len(self.tokens), []
+        while left:
+            plan.append(min(left, int(self.rng.integers(1, 400))))
+            left -= plan[-1]
+        seq = self.engine.open()
+        began = time.perf_counter()
+        self.engine.prefill(seq, self.tokens, plan)
+        seconds = time.perf_counter() - began
+        return self._path(f"chunk plan {number} ({len(plan)} chunks)", seq, seconds)
+
+    def _batch(self) -> Result:
+        """Two strangers of other lengths run in the same batch, while prefilling and while decoding."""
+        strangers = [self._stranger(len(self.tokens) // 2 + 1), self._stranger(len(self.tokens) // 3 + 1)]
+        seqs = [self.engine.open() for _ in range(3)]
+        began = time.perf_counter()
+        self.engine.prefill_batch(list(zip(seqs, [strangers[0], self.tokens, strangers[1]], strict=True)))
+        seconds = time.perf_counter() - began
+        at_prompt, logits = self.engine.rows(seqs[1]), []
+        for token in self.decoded:
+            step = [(seqs[0], self._stranger(1)[0]), (seqs[1], token), (seqs[2], self._stranger(1)[0])]
+            logits.append(self.engine.decode_batch(step)[1])
+        found = self._everything(at_prompt, self.engine.rows(seqs[1]), np.array(logits))
+        for seq in seqs:
+            self.engine.close(seq)
+        return Result("batch with 2 strangers", False, 0, 0, compare(self.expected, found), seconds)
+
+    def _stranger(self, length: int) -> np.ndarray:
+        return self.rng.integers(0, self.config.vocab_size, length).astype(np.int32)
+
+    def _host(self) -> Result:
+        self._soil()
+        began = time.perf_counter()
+        seq = self.engine.restore(self.snapshot)
+        return self._path("restore from host memory", seq, self._ready(began), reused=self.snapshot.length)
+
+    def _disk(self) -> Result:
+        self._soil()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state.safetensors"
+            self.snapshot.save(path, self.config)
+            began = time.perf_counter()
+            seq = self.engine.restore(Snapshot.load(path))
+            return self._path("restore from disk", seq, self._ready(began), reused=self.snapshot.length)
+
+    def _soil(self) -> None:
+        """A stranger uses and leaves the slots, so that stale rows are there to be read."""
+        for _ in range(3):
+            seq = self.engine.open()
+            self.engine.prefill(seq, self._stranger(len(self.tokens) // 2 + 1))
+            self.engine.close(seq)
+
+    def _ready(self, began: float) -> float:
+        self.engine.wait()
+        return time.perf_counter() - began
+
+    def _new_process(self) -> Result:
+        """A fresh interpreter reads the file, restores it in an engine of another size, and decodes."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.snapshot.save(Path(folder) / "state.safetensors", self.config)
+            order = {"folder": folder, "source": asdict(self.source), "tokens": self.decoded}
+            began = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "-c", "from goldenkv import gate; gate.serve_restore()"],
+                input=json.dumps(order), capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            seconds = time.perf_counter() - began
+            if done.returncode:
+                raise RuntimeError(f"the second process failed:\n{done.stderr.strip()}")
+            at_prompt = Snapshot.load(Path(folder) / "at_prompt.safetensors").rows
+            at_end = Snapshot.load(Path(folder) / "at_end.safetensors").rows
+            found = self._everything(at_prompt, at_end, np.load(Path(folder) / "logits.npy"))
+        difference = compare(self.expected, found)
+        length, nbytes = self.snapshot.length, self.snapshot.nbytes
+        return Result("restore from disk, new process", False, length, nbytes, difference, seconds)
+
+    # Controls ------------------------------------------------------------------------------------------
+
+    def _damaged(self, name: str, damage: Callable[[ModelConfig, Rows], Rows]) -> Result:
+        rows = damage(self.config, dict(self.snapshot.rows))
+        return self._control(name, replace(self.snapshot, rows=rows))
+
+    def _control(self, name: str, snapshot: Snapshot) -> Result:
+        """What damage at the prompt's end does later: the damaged rows are not compared before decoding."""
+        began = time.perf_counter()
+        seq = self.engine.restore(snapshot)
+        seconds = self._ready(began)
+        found = self._finish(seq)
+        later = {name: rows for name, rows in self.expected.items() if not name.startswith(_AT_PROMPT)}
+        difference = compare(later, {name: found[name] for name in later})
+        wrong = np.flatnonzero(~difference.by_name["logits"])
+        if difference.same:
+            caught = ""
+        elif len(wrong):
+            caught = f"logits differ from step {wrong[0] + 1}"
+        else:
+            caught = "state differs, logits do not"
+        return Result(name, True, snapshot.length, snapshot.nbytes, difference, seconds, caught)
+
+    def _stale_window(self, config: ModelConfig, rows: Rows) -> Rows:
+        """The window of a stranger of the same length: a slot's ring that was not restored."""
+        seq = self.engine.open()
+        self.engine.prefill(seq, self._stranger(self.snapshot.length))
+        stale = self.engine.rows(seq)
+        self.engine.close(seq)
+        return rows | {name: stale[name] for name in rows if name.endswith(".window")}
+
+    def _flipped_file(self) -> bytes:
+        """The snapshot's file with the lowest bit of its first entry's first value flipped."""
+        data = bytearray(self.snapshot.to_bytes(self.config))
+        name = next(n for n, r in self.snapshot.rows.items() if n.endswith(".entries") and len(r))
+        data[data.index(self.snapshot.rows[name].tobytes())] ^= 1
+        return bytes(data)
+
+    def _flipped_bit(self) -> Result:
+        began = time.perf_counter()
+        caught = ""
+        try:
+            Snapshot.from_bytes(self._flipped_file())
+        except CorruptSnapshot as error:
+            caught = f"checksum: {error}"
+        seconds = time.perf_counter() - began
+        length, nbytes = self.snapshot.length, self.snapshot.nbytes
+        return Result("one bit flipped", True, length, nbytes, None, seconds, caught)
+
+    def _flipped_bit_unverified(self) -> Result:
+        snapshot = Snapshot.from_bytes(self._flipped_file(), verify=False)
+        return self._control("one bit flipped, unverified", snapshot)
+
+    def _free_shape(self) -> Result:
+        """The same prompt in two chunk plans, each chunk computed in its own shape."""
+        tokens = self.tokens[:576]
+        engine = FreeShapeEngine(self.model, self.config, self.source.numerics, max_length=len(tokens))
+        found = []
+        began = time.perf_counter()
+        for size in (64, 96):
+            plan = [min(size, len(tokens) - done) for done in range(0, len(tokens), size)]
+            seq = engine.open()
+            logits = engine.prefill(seq, tokens, plan)
+            found.append(engine.rows(seq) | {"logits": logits[None]})
+            engine.close(seq)
+        seconds = time.perf_counter() - began
+        difference = compare(*found)
+        caught = "" if difference.same else "the two plans differ"
+        return Result(f"free-shape chunks ({len(tokens)} tokens)", True, 0, 0, difference, seconds, caught)
+
+
+def _drop_overlap(config: ModelConfig, rows: Rows) -> Rows:
+    """The first half of the last finished block's rows, which looks empty at a block boundary."""
+    return rows | {name: np.zeros_like(r) for name, r in rows.items() if "overlap" in name}
+
+
+def _swap_entries(config: ModelConfig, rows: Rows) -> Rows:
+    """The first two entries of the first layer that has two."""
+    name = next(n for n, r in rows.items() if n.endswith(".entries") and len(r) > 1)
+    order = np.arange(len(rows[name]))
+    order[:2] = 1, 0
+    return rows | {name: rows[name][order]}
+
+
+def serve_restore() -> None:
+    """The second process: reads an order from standard input, writes what it found beside the state."""
+    order = json.load(sys.stdin)
+    folder, source = Path(order["folder"]), order["source"]
+    source = ModelSource(Numerics(**source.pop("numerics")), **source)
+    config, model = source.load()
+    snapshot = Snapshot.load(folder / "state.safetensors")
+    longest = min(2 * (snapshot.length + len(order["tokens"])), config.max_position_embeddings)
+    engine = Engine(model, config, source.numerics, slots=2, max_length=longest, page_size=2 * config.alignment)
+    seq = engine.restore(snapshot)
+    engine.snapshot(seq).save(folder / "at_prompt.safetensors", config)
+    logits = np.array([engine.decode(seq, token) for token in order["tokens"]])
+    engine.snapshot(seq).save(folder / "at_end.safetensors", config)
+    np.save(folder / "logits.npy", logits)
