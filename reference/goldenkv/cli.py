@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from . import __version__
+
+if TYPE_CHECKING:  # imported where they are used: the help must not wait for JAX
+    from .gate import Report, Result
 
 app = typer.Typer(
     help="A golden reference of DeepSeek-V4's CSA+HCA attention whose state reloads bit for bit.",
@@ -95,7 +99,8 @@ def reload(
             results.append(gate.run_line(name))
             progress.advance(task)
     report = Report(gate.about | {"text": str(text) if text else "pydoc_data.topics"}, results)
-    _out.print(_gate_table(report))
+    for table in _gate_tables(report):
+        _out.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if figure is not None:
@@ -123,38 +128,41 @@ def _progress() -> Progress:
     )
 
 
-def _gate_table(report) -> Table:  # type: ignore[no-untyped-def]
+def _gate_tables(report: Report) -> list[Table]:
+    """Paths, then controls; each fits a terminal of 80 columns."""
     about = report.about
-    table = Table(
-        title=f"{about['tokens']} tokens, {about['steps']} decode steps after; {about['model']}",
-        title_justify="left",
-        caption="rows: of every component after the prompt and after the decode steps, and of logits",
-        caption_justify="left",
-    )
-    for name, justify in (("path", "left"), ("tokens\nreused", "right"), ("bytes", "right"), ("bit-equal rows", "right"),
-                          ("first difference", "left"), ("seconds", "right"), ("speed-up", "right"), ("verdict", "left")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    controls = False
+    paths = _table(f"{about['tokens']:,} tokens, then {about['steps']} decode steps: {about['model']}")
+    for name in ("reused", "bytes", "equal rows", "seconds", "speed-up"):
+        paths.add_column(name, justify="right")
+    paths.add_column("")
+    controls = _table("Controls: damage that must be caught")
+    controls.add_column("equal rows", justify="right")
+    controls.add_column("caught by")
     for r in report.results:
-        if r.control and not controls:
-            controls = True
-            table.add_section()
-        d = r.difference
-        first = "" if d is None or d.first is None else f"{d.first[0]} row {d.first[1]}"
+        rows = "" if r.difference is None else f"{r.difference.equal:,}/{r.difference.rows:,}"
         if r.control:
-            verdict = f"[green]caught:[/] {r.caught}" if r.ok else "[bold red]NOT CAUGHT[/]"
-        else:
-            verdict = "[green]equal[/]" if r.ok else "[bold red]DIFFERS[/]"
-        table.add_row(
-            ("control: " if r.control else "") + r.name,
+            controls.add_row(r.name, rows, f"[green]{r.caught}[/]" if r.ok else "[bold red]NOT CAUGHT[/]")
+            continue
+        paths.add_row(
+            r.name,
             f"{r.reused:,}" if r.reused else "",
             f"{r.nbytes:,}" if r.nbytes else "",
-            "" if d is None else f"{d.equal:,} of {d.rows:,}",
-            first,
+            rows,
             f"{r.seconds:.3f}",
             "" if r.speedup is None else f"{r.speedup:,.0f}x",
-            verdict,
+            "[green]equal[/]" if r.ok else f"[bold red]DIFFERS[/] from {_place(r)}",
         )
+    return [paths, controls]
+
+
+def _place(result: Result) -> str:
+    assert result.difference is not None and result.difference.first is not None
+    return "{} row {}".format(*result.difference.first)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
     return table
 
 

@@ -45,6 +45,9 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -89,6 +92,7 @@ class ModelConfig:
     extra: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         _check(self)
 
     @staticmethod
@@ -103,7 +107,7 @@ class ModelConfig:
         else:
             try:
                 raw = json.loads(Path(source).read_text())
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{os.fspath(source)!r} is not JSON: {error}") from None
             if not isinstance(raw, dict):
                 raise ConfigError(f"{os.fspath(source)!r} must hold a JSON object, got {type(raw).__name__}")
@@ -116,13 +120,11 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The published keys and the kept unknown ones; `from_json` of it gives an equal configuration."""
-        out: dict[str, Any] = {key: json.loads(text) for key, text in self.extra}
-        out |= {"model_type": "deepseek_v4", "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus"}
+        out: dict[str, Any] = {key: json.loads(text) for key, text in self.extra} | _FIXED
         for field in dataclasses.fields(self):
             if field.name not in ("yarn", "extra"):
                 out[field.name] = getattr(self, field.name)
         out["compress_ratios"] = list(self.compress_ratios)
-        out["tie_word_embeddings"] = False
         out["rope_scaling"] = None if self.yarn is None else {"type": "yarn", **dataclasses.asdict(self.yarn)}
         return out
 
@@ -144,68 +146,71 @@ class ModelConfig:
         return math.lcm(*(ratio for ratio in self.compress_ratios if ratio), 1)
 
 
-def _check(c: ModelConfig) -> None:
-    """Raises ConfigError at the first rule that `c` breaks."""
+_FIXED = {
+    "model_type": "deepseek_v4",
+    "num_key_value_heads": 1,
+    "scoring_func": "sqrtsoftplus",
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+"""Keys that have one value in every V4."""
 
-    def need(ok: bool, message: str) -> None:
-        if not ok:
-            raise ConfigError(message)
+_MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers", "n_shared_experts")
 
-    not_counts = ("num_nextn_predict_layers", "num_hash_layers", "n_shared_experts")
+
+def _check_fields(c: ModelConfig | Yarn) -> None:
+    """Raises ConfigError at a value of the wrong type or range.
+
+    Numbers become floats and lists tuples where the field says so: equal configurations have equal JSON,
+    and so equal fingerprints.
+    """
     for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        if field.type == "int":
-            low = 0 if field.name in not_counts else 1
-            need(
-                isinstance(value, int) and not isinstance(value, bool) and value >= low,
-                f"{field.name}={value!r} must be an integer >= {low}",
-            )
-    expected = c.num_hidden_layers + c.num_nextn_predict_layers
+        value, said = getattr(c, field.name), f"{field.name}={getattr(c, field.name)!r}"
+        match field.type:
+            case "int":
+                low = 0 if field.name in _MAY_BE_ZERO else 1
+                if type(value) is not int or value < low:
+                    raise ConfigError(f"{said} must be an integer >= {low}")
+            case "float":
+                if type(value) not in (int, float) or not 0 < value < math.inf:
+                    raise ConfigError(f"{said} must be a positive number")
+                object.__setattr__(c, field.name, float(value))
+            case "bool":
+                if type(value) is not bool:
+                    raise ConfigError(f"{said} must be true or false")
+            case "tuple[int, ...]":
+                if not isinstance(value, list | tuple) or not all(type(r) is int and r >= 0 for r in value):
+                    raise ConfigError(f"{said} must be a list of integers >= 0")
+                object.__setattr__(c, field.name, tuple(value))
+
+
+def _check(c: ModelConfig) -> None:
+    """Raises ConfigError at the first rule between fields that `c` breaks."""
+    fields = {field.name: f"{field.name}={getattr(c, field.name)!r}" for field in dataclasses.fields(c)}
+
+    def need(ok: bool, rule: str) -> None:
+        if not ok:
+            raise ConfigError(rule.format_map(fields))
+
+    count, mtp = len(c.compress_ratios), c.compress_ratios[c.num_hidden_layers :]
     need(
-        len(c.compress_ratios) == expected,
-        f"compress_ratios has {len(c.compress_ratios)} entries, expected {expected}: "
-        f"num_hidden_layers={c.num_hidden_layers} + num_nextn_predict_layers={c.num_nextn_predict_layers}",
+        count == c.num_hidden_layers + c.num_nextn_predict_layers,
+        f"compress_ratios has {count} entries, expected {{num_hidden_layers}} + {{num_nextn_predict_layers}}",
     )
-    need(all(r >= 0 for r in c.compress_ratios), f"compress_ratios={c.compress_ratios} must not be negative")
-    need(
-        all(r == 0 for r in c.compress_ratios[c.num_hidden_layers :]),
-        f"the MTP entries of compress_ratios must be 0 (window only), got {c.compress_ratios[c.num_hidden_layers :]}",
-    )
+    need(not any(mtp), f"the MTP entries of compress_ratios must be 0 (window only), got {mtp}")
     hca = {r for r in c.compress_ratios if r not in (0, CSA_RATIO)}
     need(
         len(hca) <= 1 and all(r % CSA_RATIO == 0 for r in hca),
-        f"HCA ratios {sorted(hca)} must be one multiple of {CSA_RATIO}",
+        f"the HCA ratios {sorted(hca)} in compress_ratios must be one multiple of {CSA_RATIO}",
     )
-    need(
-        c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim < c.head_dim,
-        f"qk_rope_head_dim={c.qk_rope_head_dim} must be even and smaller than head_dim={c.head_dim}",
-    )
-    need(
-        c.index_head_dim & (c.index_head_dim - 1) == 0 and c.index_head_dim >= c.qk_rope_head_dim,
-        f"index_head_dim={c.index_head_dim} must be a power of two (Hadamard transform) "
-        f"and hold qk_rope_head_dim={c.qk_rope_head_dim}",
-    )
-    need(
-        c.num_attention_heads % c.o_groups == 0,
-        f"num_attention_heads={c.num_attention_heads} must be a multiple of o_groups={c.o_groups}",
-    )
-    need(
-        c.num_experts_per_tok <= c.n_routed_experts,
-        f"num_experts_per_tok={c.num_experts_per_tok} exceeds n_routed_experts={c.n_routed_experts}",
-    )
-    need(
-        c.num_hash_layers <= c.num_hidden_layers,
-        f"num_hash_layers={c.num_hash_layers} exceeds num_hidden_layers={c.num_hidden_layers}",
-    )
-
-
-_FIXED = {"model_type": "deepseek_v4", "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus"}
-_FIXED |= {"tie_word_embeddings": False}
-_KIND_NAMES = {
-    "sliding_attention": LayerKind.WINDOW,
-    "compressed_sparse_attention": LayerKind.CSA,
-    "heavily_compressed_attention": LayerKind.HCA,
-}
+    need(c.qk_rope_head_dim % 2 == 0, "{qk_rope_head_dim} must be even")
+    need(c.qk_rope_head_dim < c.head_dim, "{qk_rope_head_dim} must be smaller than {head_dim}")
+    need(c.qk_rope_head_dim <= c.index_head_dim, "{qk_rope_head_dim} must fit into {index_head_dim}")
+    need(c.index_head_dim.bit_count() == 1, "{index_head_dim} must be a power of two (Hadamard transform)")
+    need(c.num_attention_heads % c.o_groups == 0, "{num_attention_heads} must be a multiple of {o_groups}")
+    need(c.num_experts_per_tok <= c.n_routed_experts, "{num_experts_per_tok} exceeds {n_routed_experts}")
+    need(c.num_hash_layers <= c.num_hidden_layers, "{num_hash_layers} exceeds {num_hidden_layers}")
 
 
 def _from_published(raw: dict[str, Any]) -> ModelConfig:
@@ -213,54 +218,60 @@ def _from_published(raw: dict[str, Any]) -> ModelConfig:
         if key in raw and raw[key] != only:
             raise ConfigError(f"{key}={raw[key]!r} is not supported: DeepSeek-V4 has {only!r}")
     if "compress_ratios" not in raw:
+        raise ConfigError("compress_ratios is missing: it decides the kind of every layer, no default does")
+    if "rope_parameters" in raw:
         raise ConfigError(
-            "compress_ratios is missing: it decides the kind of every layer "
-            "(default layer types fit neither published checkpoint)"
+            "rope_parameters is not read: expected rope_theta, compress_rope_theta, rope_scaling"
         )
     fields = {f.name: f for f in dataclasses.fields(ModelConfig) if f.name not in ("yarn", "extra")}
-    values = {key: raw[key] for key in fields if key in raw}
-    missing = sorted(
-        name for name, f in fields.items() if f.default is dataclasses.MISSING and name not in values
-    )
+    needed = (name for name, field in fields.items() if field.default is dataclasses.MISSING)
+    missing = sorted(name for name in needed if name not in raw)
     if missing:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
-    ratios = raw["compress_ratios"]
-    if not isinstance(ratios, list | tuple) or not all(type(r) is int for r in ratios):
-        raise ConfigError(f"compress_ratios={ratios!r} must be a list of integers")
-    values["compress_ratios"] = tuple(ratios)
-    read = set(fields) | set(_FIXED) | {"rope_scaling"}
+    read = {*fields, *_FIXED, "rope_scaling"}
     extra = tuple(sorted((key, json.dumps(raw[key], sort_keys=True)) for key in raw if key not in read))
+    values = {key: raw[key] for key in fields if key in raw}
     config = ModelConfig(**values, yarn=_yarn(raw.get("rope_scaling")), extra=extra)
     _check_layer_types(config, raw.get("layer_types"))
     return config
 
 
-def _yarn(scaling: Mapping[str, Any] | None) -> Yarn | None:
+def _yarn(scaling: Any) -> Yarn | None:
     if scaling is None:
         return None
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"rope_scaling={scaling!r} must be an object or null")
+    names = [field.name for field in dataclasses.fields(Yarn)]
     kind = scaling.get("type", scaling.get("rope_type"))
     if kind != "yarn":
         raise ConfigError(f"rope_scaling type {kind!r} is not supported: expected 'yarn' or no rope_scaling")
-    names = [f.name for f in dataclasses.fields(Yarn)]
+    unknown = sorted(set(scaling) - {*names, "type", "rope_type"})
+    if unknown:
+        raise ConfigError(f"rope_scaling has {', '.join(unknown)}: V4 has no such scaling")
     missing = [name for name in names[:2] if name not in scaling]
     if missing:
         raise ConfigError(f"rope_scaling lacks {', '.join(missing)}")
     return Yarn(**{name: scaling[name] for name in names if name in scaling})
 
 
-def _check_layer_types(config: ModelConfig, layer_types: list[str] | None) -> None:
+def _check_layer_types(config: ModelConfig, layer_types: Any) -> None:
     """`layer_types`, where a file has both, must say the same as `compress_ratios`."""
     if layer_types is None:
         return
-    ours = [config.kind(layer) for layer in config.layers]
-    theirs = [_KIND_NAMES.get(name) for name in layer_types[: config.num_hidden_layers]]
-    if ours != theirs:
-        where = next(i for i in config.layers if i >= len(theirs) or ours[i] != theirs[i])
-        said = layer_types[where] if where < len(layer_types) else "nothing"
-        raise ConfigError(
-            f"layer_types and compress_ratios contradict each other at layer {where}: "
-            f"{said!r} against ratio {config.compress_ratios[where]}"
-        )
+    if not isinstance(layer_types, list | tuple):
+        raise ConfigError(f"layer_types={layer_types!r} must be a list of names")
+    names = {
+        LayerKind.WINDOW: "sliding_attention",
+        LayerKind.CSA: "compressed_sparse_attention",
+        LayerKind.HCA: "heavily_compressed_attention",
+    }
+    for layer in config.layers:
+        said = layer_types[layer] if layer < len(layer_types) else "nothing"
+        if said != names[config.kind(layer)]:
+            raise ConfigError(
+                f"layer_types and compress_ratios contradict each other at layer {layer}: "
+                f"{said!r} against ratio {config.compress_ratios[layer]}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +302,18 @@ class Numerics:
             raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
         for name in ("tile", "index_block", "key_block"):
             value = getattr(self, name)
-            if value < 4 or value % 4:
-                raise ValueError(f"{name}={value} must be a positive multiple of 4")
+            if type(value) is not int or value < 4 or value % 4:
+                raise ValueError(f"{name}={value!r} must be a positive multiple of 4")
+        if type(self.fake_quantisation) is not bool:
+            raise ValueError(f"fake_quantisation={self.fake_quantisation!r} must be True or False")
 
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError where the tile does not fit the compression ratios of `config`."""
         for ratio in set(config.compress_ratios) - {0}:
             if self.tile % ratio and ratio % self.tile:
-                raise ValueError(f"tile={self.tile} must divide the compression ratio {ratio}, or be a multiple")
+                raise ValueError(
+                    f"tile={self.tile} must divide the compression ratio {ratio} or be a multiple"
+                )
 
     def identity(self) -> dict[str, str]:
         """The numerics and the machine facts on which bits were found to depend, as text."""
@@ -313,10 +328,6 @@ class Numerics:
         }
 
 
-_YARN = Yarn(factor=16.0, original_max_position_embeddings=65536)
-_SMALL_YARN = Yarn(factor=16.0, original_max_position_embeddings=4096)
-
-
 def flash() -> ModelConfig:
     """DeepSeek-V4-Flash as published."""
     return ModelConfig(
@@ -325,30 +336,16 @@ def flash() -> ModelConfig:
         num_attention_heads=64, head_dim=512, qk_rope_head_dim=64, q_lora_rank=1024,
         o_groups=8, o_lora_rank=1024, index_n_heads=64, index_head_dim=128, index_topk=512,
         n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048, num_hash_layers=3,
-        routed_scaling_factor=1.5, yarn=_YARN,
+        routed_scaling_factor=1.5, yarn=Yarn(factor=16.0, original_max_position_embeddings=65536),
     )  # fmt: skip
 
 
 def pro() -> ModelConfig:
     """DeepSeek-V4-Pro as published."""
-    return ModelConfig(
-        vocab_size=129280, hidden_size=7168, num_hidden_layers=61,
-        compress_ratios=(128, 128, *(4, 128) * 29, 4, 0), num_nextn_predict_layers=1,
-        num_attention_heads=128, head_dim=512, qk_rope_head_dim=64, q_lora_rank=1536,
-        o_groups=16, o_lora_rank=1024, index_n_heads=64, index_head_dim=128, index_topk=1024,
-        n_routed_experts=384, num_experts_per_tok=6, moe_intermediate_size=3072, num_hash_layers=3,
-        routed_scaling_factor=2.5, yarn=_YARN,
-    )  # fmt: skip
-
-
-def bench() -> ModelConfig:
-    """Six layers of width 256, large enough to time and small enough for two cores."""
-    return ModelConfig(
-        vocab_size=512, hidden_size=256, num_hidden_layers=6, compress_ratios=(0, 0, 4, 128, 4, 128),
-        num_attention_heads=8, head_dim=64, qk_rope_head_dim=16, q_lora_rank=128,
-        o_groups=2, o_lora_rank=64, index_n_heads=16, index_head_dim=64, index_topk=64,
-        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, num_hash_layers=3,
-        routed_scaling_factor=1.5, yarn=_SMALL_YARN, max_position_embeddings=65536,
+    return dataclasses.replace(
+        flash(), hidden_size=7168, num_hidden_layers=61, compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),
+        num_attention_heads=128, q_lora_rank=1536, o_groups=16, index_topk=1024,
+        n_routed_experts=384, moe_intermediate_size=3072, routed_scaling_factor=2.5,
     )  # fmt: skip
 
 
@@ -359,17 +356,24 @@ def tiny() -> ModelConfig:
         num_attention_heads=4, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
         o_groups=2, o_lora_rank=16, index_n_heads=16, index_head_dim=16, index_topk=8,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hash_layers=1,
-        routed_scaling_factor=1.5, yarn=_SMALL_YARN, max_position_embeddings=65536,
+        routed_scaling_factor=1.5, yarn=Yarn(factor=16.0, original_max_position_embeddings=4096),
+        max_position_embeddings=65536,
+    )  # fmt: skip
+
+
+def bench() -> ModelConfig:
+    """Six layers of width 256, large enough to time and small enough for two cores."""
+    return dataclasses.replace(
+        tiny(), vocab_size=512, hidden_size=256, num_hidden_layers=6, compress_ratios=(0, 0, 4, 128, 4, 128),
+        num_attention_heads=8, head_dim=64, qk_rope_head_dim=16, q_lora_rank=128, o_lora_rank=64,
+        index_head_dim=64, index_topk=64, n_routed_experts=8, moe_intermediate_size=128, num_hash_layers=3,
     )  # fmt: skip
 
 
 def micro() -> ModelConfig:
     """For property tests: window 8, ratios 4 and 8 (8 stands for 128), top-k 2."""
-    return ModelConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=3, compress_ratios=(0, 4, 8), sliding_window=8,
-        num_attention_heads=4, head_dim=16, qk_rope_head_dim=8, q_lora_rank=16,
-        o_groups=2, o_lora_rank=8, index_n_heads=16, index_head_dim=16, index_topk=2,
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hash_layers=1,
-        routed_scaling_factor=1.5, yarn=Yarn(factor=16.0, original_max_position_embeddings=64),
-        max_position_embeddings=4096,
+    return dataclasses.replace(
+        tiny(), vocab_size=64, hidden_size=32, compress_ratios=(0, 4, 8), sliding_window=8,
+        head_dim=16, q_lora_rank=16, o_lora_rank=8, index_topk=2, moe_intermediate_size=16,
+        yarn=Yarn(factor=16.0, original_max_position_embeddings=64), max_position_embeddings=4096,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
     drawn = [r for r in results if r.difference is not None and r.name != "cold"]
     groups = _groups(drawn)
     widths = np.array([size for _, size in groups], float)
-    columns = np.maximum((widths / widths.sum() * bins).astype(int), 12)
+    columns = np.maximum((widths / widths.sum() * bins).astype(int), 30)
     edges = np.concatenate([[0], np.cumsum(columns)])
     picture = np.full((len(drawn), edges[-1]), 2)
     for line, result in enumerate(drawn):
@@ -48,7 +48,7 @@ def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
         axes.axvline(edge - 0.5, color="white", linewidth=1.5)
     for line in range(1, len(drawn)):
         axes.axhline(line - 0.5, color="white", linewidth=1.5)
-    axes.set_xticks((edges[:-1] + edges[1:]) / 2 - 0.5, [name for name, _ in groups], rotation=35, ha="right")
+    axes.set_xticks((edges[:-1] + edges[1:]) / 2 - 0.5, [name for name, _ in groups], rotation=30, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(drawn)), [("control: " if r.control else "") + r.name for r in drawn])
     axes.tick_params(length=0, labelsize=8)
     axes.set_title("Rows that differ from the cold run (red) after the prompt and the decode steps", fontsize=10)

@@ -165,10 +165,10 @@ class Gate:
         return {
             "cold": self._cold_line,
             **plans,
-            "batch with strangers": self._batch,
-            "restore from host memory": self._host,
-            "restore from disk": self._disk,
-            "restore from disk, new process": self._new_process,
+            "batch with 2 strangers": self._batch,
+            "restore: host memory": self._host,
+            "restore: disk": self._disk,
+            "restore: new process": self._new_process,
             "overlap dropped": lambda: self._damaged("overlap dropped", _drop_overlap),
             "stale window rows": lambda: self._damaged("stale window rows", self._stale_window),
             "two entries swapped": lambda: self._damaged("two entries swapped", _swap_entries),
@@ -256,7 +256,7 @@ class Gate:
         self._soil()
         began = time.perf_counter()
         seq = self.engine.restore(self.snapshot)
-        return self._path("restore from host memory", seq, self._ready(began), reused=self.snapshot.length)
+        return self._path("restore: host memory", seq, self._ready(began), reused=self.snapshot.length)
 
     def _disk(self) -> Result:
         self._soil()
@@ -265,7 +265,7 @@ class Gate:
             self.snapshot.save(path, self.config)
             began = time.perf_counter()
             seq = self.engine.restore(Snapshot.load(path))
-            return self._path("restore from disk", seq, self._ready(began), reused=self.snapshot.length)
+            return self._path("restore: disk", seq, self._ready(began), reused=self.snapshot.length)
 
     def _soil(self) -> None:
         """A stranger uses and leaves the slots, so that stale rows are there to be read."""
@@ -296,7 +296,7 @@ class Gate:
             found = self._everything(at_prompt, at_end, np.load(Path(folder) / "logits.npy"))
         difference = compare(self.expected, found)
         length, nbytes = self.snapshot.length, self.snapshot.nbytes
-        return Result("restore from disk, new process", False, length, nbytes, difference, seconds)
+        return Result("restore: new process", False, length, nbytes, difference, seconds)
 
     # Controls ------------------------------------------------------------------------------------------
 
@@ -316,9 +316,9 @@ class Gate:
         if difference.same:
             caught = ""
         elif len(wrong):
-            caught = f"logits differ from step {wrong[0] + 1}"
+            caught = f"logits, from decode step {wrong[0] + 1}"
         else:
-            caught = "state differs, logits do not"
+            caught = "state, not yet by logits"
         return Result(name, True, snapshot.length, snapshot.nbytes, difference, seconds, caught)
 
     def _stale_window(self, config: ModelConfig, rows: Rows) -> Rows:
@@ -342,7 +342,7 @@ class Gate:
         try:
             Snapshot.from_bytes(self._flipped_file())
         except CorruptSnapshot as error:
-            caught = f"checksum: {error}"
+            caught = f"checksum, {error}"
         seconds = time.perf_counter() - began
         length, nbytes = self.snapshot.length, self.snapshot.nbytes
         return Result("one bit flipped", True, length, nbytes, None, seconds, caught)
@@ -365,7 +365,7 @@ class Gate:
             engine.close(seq)
         seconds = time.perf_counter() - began
         difference = compare(*found)
-        caught = "" if difference.same else "the two plans differ"
+        caught = "" if difference.same else "two chunk plans that differ"
         return Result(f"free-shape chunks ({len(tokens)} tokens)", True, 0, 0, difference, seconds, caught)
 
 

@@ -131,6 +131,8 @@ def compare_golden(
     Raises:
         CheckpointError: a file is missing.
     """
+    if which not in ("plain", "quantised"):
+        raise ValueError(f"{which=} must be 'plain' or 'quantised'")
     path = Path(directory) / f"expected_{which}.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{os.fspath(directory)!r} holds no {path.name}")
@@ -245,7 +247,9 @@ def _selection(
         if moved or len(ours) != len(theirs):
             wrong += 1
             first = first or (t,)
-    note = f"queries with other entries; {close} of {len(scores)} have a tie within {near:g} at the last place"
+    note = (
+        f"queries with other entries; {close} of {len(scores)} have a tie within {near:g} at the last place"
+    )
     ok = tolerance is None or wrong == 0
     limit = None if tolerance is None else 0.0
     return ParityRow(f"layer{layer}.selected", float(wrong), first, None, limit, ok, note)
@@ -336,7 +340,9 @@ def transformers_logits(
         raise MissingExtra("parity", "the comparison with transformers") from None
     theirs = DeepseekV4ForCausalLM(DeepseekV4Config(**_transformers_config(config))).float().eval()
     # A copy: torch would share memory that JAX owns.
-    weights = {key: torch.from_numpy(value.copy()) for key, value in state_dict(model, "transformers").items()}
+    weights = {
+        key: torch.from_numpy(value.copy()) for key, value in state_dict(model, "transformers").items()
+    }
     theirs.load_state_dict(weights, strict=True)
     ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
     with torch.no_grad():

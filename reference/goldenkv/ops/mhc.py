@@ -76,8 +76,10 @@ def expand(
 ) -> Float[Array, "t s d"]:
     """The new streams: post * output + comb^T streams."""
     wide = streams.astype(jnp.float32)
-    mixed = jnp.sum(comb[:, :, :, None] * wide[:, :, None, :], axis=1)
-    return (post[:, :, None] * output.astype(jnp.float32)[:, None, :] + mixed).astype(streams.dtype)
+    mixed = post[:, :, None] * output.astype(jnp.float32)[:, None, :]
+    for i in range(streams.shape[1]):  # a few terms: written out they compile to one pass over the streams
+        mixed = mixed + comb[:, i, :, None] * wide[:, i, None, :]
+    return mixed.astype(streams.dtype)
 
 
 @typed

@@ -144,7 +144,7 @@ class Snapshot:
                 raise CorruptSnapshot(f"described but not stored: {sorted(described.keys() - rows.keys())}")
             bad = [name for name, value in rows.items() if described[name]["xxh3"] != _xxh3(value)]
             if bad:
-                raise CorruptSnapshot(f"bytes differ from their checksum in {', '.join(bad)}")
+                raise CorruptSnapshot(f"wrong bytes in {', '.join(bad)}: they differ from their checksum")
         return Snapshot(fingerprint, length, rows)
 
     def save(self, path: str | os.PathLike[str], config: ModelConfig) -> int:

@@ -1,0 +1,216 @@
+"""Benchmarks: `make bench`. Every figure is a ratio to something measured in the same run.
+
+    python tests/bench/run.py [--only NAME ...] [--json FILE] [--repeat N]
+
+prefill, decode   tokens/s and ms a token against transformers on the same weights, and against the floor
+restore           a restore from disk against recomputing the same tokens
+growth            tokens/s of prefill at growing context, and the peak memory of the process at the longest
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from goldenkv.config import ModelConfig, Numerics, bench
+from goldenkv.engine import Engine
+from goldenkv.model.weights import Model
+from goldenkv.state import Snapshot
+from goldenkv.text import byte_tokens, default_text
+
+TOKENS = 2048
+CONTEXTS = (1024, 4096, 16384, 32768)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def prompt(config: ModelConfig, length: int) -> np.ndarray:
+    """Real text as bytes."""
+    return byte_tokens(default_text(), config.vocab_size)[:length]
+
+
+def multiplications(config: ModelConfig, context: int) -> int:
+    """Multiply-adds a token that the equations need at a context length, experts computed densely as here."""
+    c, hidden, heads = config, config.hidden_size, config.num_attention_heads * config.head_dim
+    streams = c.hc_mult * hidden
+    total = hidden * c.vocab_size + streams * c.hc_mult
+    for layer in c.layers:
+        ratio = c.compress_ratios[layer]
+        total += hidden * (c.q_lora_rank + c.head_dim) + c.q_lora_rank * heads
+        total += heads * c.o_lora_rank + c.o_groups * c.o_lora_rank * hidden
+        keys = c.sliding_window
+        if ratio == 4:
+            index = c.index_n_heads * c.index_head_dim
+            total += 4 * hidden * (c.head_dim + c.index_head_dim) + c.q_lora_rank * index + hidden * c.index_n_heads
+            total += context // ratio * index
+            keys += min(c.index_topk, context // ratio)
+        elif ratio:
+            total += 2 * hidden * c.head_dim
+            keys += context // ratio
+        total += 2 * keys * heads
+        total += 3 * hidden * c.moe_intermediate_size * (c.n_routed_experts + c.n_shared_experts)
+        total += hidden * c.n_routed_experts + 2 * streams * (2 + c.hc_mult) * c.hc_mult
+    return total
+
+
+def matrix_speed(rows: int) -> float:
+    """Multiply-adds a second of this machine's best case for a tile: [rows, 256] @ [256, 1024], float32."""
+    left, right = jax.numpy.ones((rows, 256)), jax.numpy.ones((256, 1024))
+    product = jax.jit(lambda a, b: jax.lax.fori_loop(0, 50, lambda _, x: x + (x @ b)[:, :256] * 1e-9, a))
+    jax.block_until_ready(product(left, right))
+    best = min(seconds(lambda: jax.block_until_ready(product(left, right))) for _ in range(5))
+    return 50 * rows * 256 * 1024 / best
+
+
+def speed(repeat: int) -> dict:
+    """Prefill of 2,048 tokens and decode after them, in turn with transformers."""
+    from goldenkv.parity import transformers_model
+
+    config, steps = bench(), 16
+    model = Model(config)
+    tokens = prompt(config, TOKENS + steps)
+    engine = Engine(model, config, max_length=TOKENS + steps)
+    theirs = transformers_model(model, config)
+
+    def ours_once() -> tuple[float, float]:
+        seq = engine.open()
+        prefill = seconds(lambda: engine.prefill(seq, tokens[:TOKENS]))
+        decode = seconds(lambda: [engine.decode(seq, token) for token in tokens[TOKENS:]]) / steps
+        engine.close(seq)
+        return prefill, decode
+
+    def theirs_once() -> tuple[float, float]:
+        import torch
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=theirs.config)
+        with torch.no_grad():
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            prefill = seconds(lambda: theirs(ids[:, :TOKENS], cache=cache, use_cache=True))
+            decode = seconds(
+                lambda: [theirs(ids[:, i : i + 1], cache=cache, use_cache=True) for i in range(TOKENS, len(tokens))]
+            )
+        return prefill, decode / steps
+
+    ours_once()
+    pairs = [(ours_once(), theirs_once()) for _ in range(repeat)]
+    ours, other = (np.median([p[i] for p in pairs], axis=0) for i in range(2))
+    ratios = np.array([np.divide(t, o) for o, t in pairs])
+    tile = engine.numerics.tile
+    floor = multiplications(config, TOKENS // 2) / matrix_speed(tile)
+    return {
+        "prefill_tokens_per_s": TOKENS / ours[0],
+        "prefill_tokens_per_s_transformers": TOKENS / other[0],
+        "prefill_times_transformers": statistics.median(ratios[:, 0]),
+        "prefill_floor_tokens_per_s": 1 / floor,
+        "prefill_share_of_floor": floor * TOKENS / ours[0],
+        "decode_ms": ours[1] * 1e3,
+        "decode_ms_transformers": other[1] * 1e3,
+        "decode_share_of_transformers": statistics.median(1 / ratios[:, 1]),
+        "multiply_adds_a_token": multiplications(config, TOKENS // 2),
+    }
+
+
+def restore(repeat: int) -> dict:
+    """Restoring 2,048 tokens from a file, verified, against recomputing them."""
+    config = bench()
+    engine = Engine(Model(config), config, max_length=TOKENS, slots=2)
+    tokens = prompt(config, TOKENS)
+
+    def recompute() -> None:
+        seq = engine.open()
+        engine.prefill(seq, tokens)
+        engine.wait()
+        engine.close(seq)
+
+    def reload(path: Path) -> None:
+        seq = engine.restore(Snapshot.load(path))
+        engine.wait()
+        engine.close(seq)
+
+    seq = engine.open()
+    engine.prefill(seq, tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        size = engine.snapshot(seq).save(path, config)
+        engine.close(seq)
+        reload(path)
+        recompute()
+        pairs = [(seconds(recompute), seconds(lambda: reload(path))) for _ in range(3 * repeat)]
+        copied = np.frombuffer(path.read_bytes(), np.uint8)
+        copy = min(seconds(copied.copy) for _ in range(9))
+    return {
+        "recompute_ms": statistics.median(a for a, _ in pairs) * 1e3,
+        "restore_ms": statistics.median(b for _, b in pairs) * 1e3,
+        "restore_times_faster": statistics.median(a / b for a, b in pairs),
+        "bytes": size,
+        "restore_times_one_copy": statistics.median(b for _, b in pairs) / copy,
+    }
+
+
+def growth(repeat: int) -> dict:
+    """Prefill at growing context, the longest in a process of its own so that its peak memory is its own."""
+    del repeat
+    out = subprocess.run([sys.executable, __file__, "--grow"], capture_output=True, text=True, check=True)
+    return json.loads(out.stdout)
+
+
+def grow() -> dict:
+    """Tokens/s of the 1,024 tokens that end at each context, in one run up to the longest."""
+    config, last = bench(), 1024
+    engine = Engine(Model(config), config, max_length=CONTEXTS[-1])
+    tokens = prompt(config, CONTEXTS[-1])
+    warm = engine.open()
+    engine.prefill(warm, tokens[:64])
+    engine.close(warm)
+    seq, speeds = engine.open(), {}
+    for context in CONTEXTS:
+        if seq.length < context - last:
+            engine.prefill(seq, tokens[seq.length : context - last])
+        speeds[str(context)] = last / seconds(lambda: engine.prefill(seq, tokens[seq.length : seq.length + last]))
+    return {
+        "tokens_per_s_at": speeds,
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+    }
+
+
+BENCHMARKS = {"speed": speed, "restore": restore, "growth": growth}
+
+
+def main() -> None:
+    """Runs the chosen benchmarks and prints JSON."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--only", nargs="*", choices=BENCHMARKS, default=list(BENCHMARKS))
+    arguments.add_argument("--repeat", type=int, default=3)
+    arguments.add_argument("--json", type=Path, help="also write the results here")
+    arguments.add_argument("--grow", action="store_true", help=argparse.SUPPRESS)
+    chosen = arguments.parse_args()
+    if chosen.grow:
+        print(json.dumps(grow()))
+        return
+    results: dict = {"machine": {"processor": platform.machine(), "jax": jax.__version__, "numerics": Numerics().identity()}}
+    for name in chosen.only:
+        results[name] = BENCHMARKS[name](chosen.repeat)
+        print(json.dumps({name: results[name]}, indent=1), flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Parity with transformers' DeepseekV4ForCausalLM on seeded random weights, in float32."""
+
+import sys
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from goldenkv import parity
+from goldenkv.errors import MissingExtra
+from goldenkv.model.weights import Model
+
+CONFIGS = parity.transformers_configs()
+
+
+@pytest.fixture
+def _transformers() -> None:
+    pytest.importorskip("torch", reason="the extra 'parity' is not installed: no torch")
+    pytest.importorskip("transformers", reason="the extra 'parity' is not installed: no transformers")
+
+
+@pytest.mark.usefixtures("_transformers")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits(name: str) -> None:
+    (report,) = parity.compare_transformers({name: CONFIGS[name]})
+    assert report.ok, report
+    assert [row.name for row in report.rows] == [
+        "logits, one prefill",
+        "logits, 260 prefilled, then one by one",
+    ]
+
+
+@pytest.fixture(scope="module")
+def theirs() -> tuple[Model, np.ndarray, np.ndarray]:
+    pytest.importorskip("transformers", reason="the extra 'parity' is not installed: no transformers")
+    config = CONFIGS["Pro-like"]
+    model = Model(config, seed=1)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, 300)
+    return model, tokens, parity.transformers_logits(model, config, tokens, 299)["prefill"]
+
+
+def test_a_changed_model_fails(theirs, control) -> None:
+    original, tokens, logits = theirs
+    model = nnx.clone(original)
+    config = control(model, CONFIGS["Pro-like"])
+    report = parity.transformers_report(model, config, tokens, 299, {"prefill": logits, "decode": logits})
+    assert not report.ok
+    assert all(row.difference > 1e-2 for row in report.rows)
+
+
+def test_the_unchanged_model_passes(theirs) -> None:
+    model, tokens, logits = theirs
+    report = parity.transformers_report(
+        model, CONFIGS["Pro-like"], tokens, 299, {"prefill": logits, "decode": logits}
+    )
+    assert report.ok, report
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'goldenkv\[parity\]'"):
+        parity.compare_transformers({"any": CONFIGS["HCA only"]}, length=4, prefix=2)
