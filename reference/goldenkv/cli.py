@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from . import __version__
-
-if TYPE_CHECKING:  # imported where they are used: the help must not wait for JAX
-    from .gate import Report, Result
 
 app = typer.Typer(
     help="A golden reference of DeepSeek-V4's CSA+HCA attention whose state reloads bit for bit.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 _out = Console()
@@ -47,23 +42,41 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 @app.command()
 def reload(
-    text: Annotated[Path | None, typer.Option(help="The text to run; the help topics that ship with Python by default.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="The text to run; the help topics that ship with Python by default.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=9, help="How many tokens of it.")] = 2085,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps compared after every path.")] = 32,
-    checkpoint: Annotated[Path | None, typer.Option(help="A folder with config.json and safetensors weights; random weights of the bench preset by default.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json; bytes are tokens by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    fake_quantisation: Annotated[bool, typer.Option(help="Round KV to FP8 and index keys to FP4, as published.")] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with config.json and weights; random weights of the bench preset by default."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json; bytes are tokens by default.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of activations and cached rows.")
+    ] = "float32",
+    fake_quantisation: Annotated[
+        bool,
+        typer.Option("--fake-quantisation", help="Round KV to FP8 and index keys to FP4, as published."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the random weights, chunk plans and strangers.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Draw which rows differ, path by path (needs the extra 'explore').")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw which rows differ, path by path (needs the extra 'explore').")
+    ] = None,
 ) -> None:
     """The reload gate: state survives every way of being kept, bit for bit, and damage does not go unseen.
 
@@ -72,7 +85,8 @@ def reload(
     damages the state and must be caught. The exit code is 1 if a path differs or a control is not caught.
     """
     from .config import Numerics
-    from .gate import Gate, ModelSource, Report
+    from .gate import Gate, ModelSource
+    from .gate_report import Report, tables
     from .text import byte_tokens, default_text, tokenizer_tokens
 
     if figure is not None:
@@ -99,7 +113,7 @@ def reload(
             results.append(gate.run_line(name))
             progress.advance(task)
     report = Report(gate.about | {"text": str(text) if text else "pydoc_data.topics"}, results)
-    for table in _gate_tables(report):
+    for table in tables(report):
         _out.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
@@ -128,49 +142,19 @@ def _progress() -> Progress:
     )
 
 
-def _gate_tables(report: Report) -> list[Table]:
-    """Paths, then controls; each fits a terminal of 80 columns."""
-    about = report.about
-    paths = _table(f"{about['tokens']:,} tokens, then {about['steps']} decode steps: {about['model']}")
-    for name in ("reused", "bytes", "equal rows", "seconds", "speed-up"):
-        paths.add_column(name, justify="right")
-    paths.add_column("")
-    controls = _table("Controls: damage that must be caught")
-    controls.add_column("equal rows", justify="right")
-    controls.add_column("caught by")
-    for r in report.results:
-        rows = "" if r.difference is None else f"{r.difference.equal:,}/{r.difference.rows:,}"
-        if r.control:
-            controls.add_row(r.name, rows, f"[green]{r.caught}[/]" if r.ok else "[bold red]NOT CAUGHT[/]")
-            continue
-        paths.add_row(
-            r.name,
-            f"{r.reused:,}" if r.reused else "",
-            f"{r.nbytes:,}" if r.nbytes else "",
-            rows,
-            f"{r.seconds:.3f}",
-            "" if r.speedup is None else f"{r.speedup:,.0f}x",
-            "[green]equal[/]" if r.ok else f"[bold red]DIFFERS[/] from {_place(r)}",
-        )
-    return [paths, controls]
-
-
-def _place(result: Result) -> str:
-    assert result.difference is not None and result.difference.first is not None
-    return "{} row {}".format(*result.difference.first)
-
-
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    return table
-
-
 @app.command()
 def parity(
-    directory: Annotated[Path | None, typer.Argument(help="A folder of golden vectors (config, weights, expected values).")] = None,
-    which: Annotated[str, typer.Option(help="plain or quantised: which expected values.")] = "plain",
-    transformers: Annotated[bool, typer.Option("--transformers", help="Compare seeded random weights with transformers (needs the extra 'parity').")] = False,
+    directory: Annotated[
+        Path | None, typer.Argument(help="A folder of golden vectors (config, weights, expected values).")
+    ] = None,
+    which: Annotated[Literal["plain", "quantised"], typer.Option(help="Which expected values.")] = "plain",
+    transformers: Annotated[
+        bool,
+        typer.Option(
+            "--transformers",
+            help="Compare seeded random weights with transformers (needs the extra 'parity').",
+        ),
+    ] = False,
     tolerance: Annotated[float, typer.Option(help="Largest difference allowed, float32.")] = 1e-4,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:

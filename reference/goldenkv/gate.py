@@ -8,100 +8,24 @@ damages the state in one way that real systems did; a control passes the gate on
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from .config import ModelConfig, Numerics, bench
+from .config import ModelConfig
 from .engine import Engine, FreeShapeEngine, Sequence
-from .model.checkpoint import load_checkpoint
+from .gate_process import ModelSource, restore_elsewhere
+from .gate_report import Report, Result
 from .model.weights import Model
-from .state import CorruptSnapshot, Difference, Rows, Snapshot, compare
+from .state import CorruptSnapshot, Rows, Snapshot, compare
 
+__all__ = ["Gate", "ModelSource", "Report", "Result"]
 
 _AT_PROMPT = "prompt: "
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where the weights come from: a checkpoint folder, or the bench preset with seeded random weights.
-
-    A second process can be told the same source in a line of JSON.
-    """
-
-    numerics: Numerics = Numerics()
-    checkpoint: str | None = None
-    seed: int = 0
-
-    def load(self) -> tuple[ModelConfig, Model]:
-        if self.checkpoint is not None:
-            return load_checkpoint(self.checkpoint, numerics=self.numerics)
-        return bench(), Model(bench(), self.numerics, self.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One line of the gate.
-
-    Attributes:
-        name: the path or the control.
-        control: True where a difference is what must be found.
-        reused: tokens whose state was not computed again.
-        nbytes: bytes of the state that was moved.
-        difference: from the cold run, over components and logits; None where an error stopped the reload.
-        caught: for controls, how the damage was caught; empty where it was not.
-        seconds: to get to the end of the prompt.
-        speedup: of that over the cold run, where something was reused.
-    """
-
-    name: str
-    control: bool
-    reused: int
-    nbytes: int
-    difference: Difference | None
-    seconds: float
-    caught: str = ""
-    speedup: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        """A path must be bit-equal; a control must be caught."""
-        if self.control:
-            return bool(self.caught)
-        return self.difference is not None and self.difference.same
-
-    def to_json(self) -> dict:
-        """Plain values; the row masks as counts of different rows by name."""
-        out = {key: getattr(self, key) for key in ("name", "control", "ok", "reused", "nbytes", "seconds")}
-        out |= {"speedup": self.speedup, "caught": self.caught, "rows": None, "equal": None}
-        if self.difference is not None:
-            d = self.difference
-            out |= {"rows": d.rows, "equal": d.equal, "first_difference": list(d.first) if d.first else None}
-            out["different_rows"] = {n: int((~ok).sum()) for n, ok in d.by_name.items() if not ok.all()}
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """All lines, and what was run."""
-
-    about: dict
-    results: list[Result] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Every path is bit-equal and every control was caught."""
-        return all(result.ok for result in self.results)
-
-    def to_json(self) -> dict:
-        return {"ok": self.ok, "about": self.about, "results": [r.to_json() for r in self.results]}
 
 
 class Gate:
@@ -280,21 +204,10 @@ class Gate:
 
     def _new_process(self) -> Result:
         """A fresh interpreter reads the file, restores it in an engine of another size, and decodes."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.snapshot.save(Path(folder) / "state.safetensors", self.config)
-            order = {"folder": folder, "source": asdict(self.source), "tokens": self.decoded}
-            began = time.perf_counter()
-            done = subprocess.run(
-                [sys.executable, "-c", "from goldenkv import gate; gate.serve_restore()"],
-                input=json.dumps(order), capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            seconds = time.perf_counter() - began
-            if done.returncode:
-                raise RuntimeError(f"the second process failed:\n{done.stderr.strip()}")
-            at_prompt = Snapshot.load(Path(folder) / "at_prompt.safetensors").rows
-            at_end = Snapshot.load(Path(folder) / "at_end.safetensors").rows
-            found = self._everything(at_prompt, at_end, np.load(Path(folder) / "logits.npy"))
-        difference = compare(self.expected, found)
+        began = time.perf_counter()
+        found = restore_elsewhere(self.source, self.snapshot, self.config, self.decoded)
+        seconds = time.perf_counter() - began
+        difference = compare(self.expected, self._everything(*found))
         length, nbytes = self.snapshot.length, self.snapshot.nbytes
         return Result("restore: new process", False, length, nbytes, difference, seconds)
 
@@ -380,19 +293,3 @@ def _swap_entries(config: ModelConfig, rows: Rows) -> Rows:
     order = np.arange(len(rows[name]))
     order[:2] = 1, 0
     return rows | {name: rows[name][order]}
-
-
-def serve_restore() -> None:
-    """The second process: reads an order from standard input, writes what it found beside the state."""
-    order = json.load(sys.stdin)
-    folder, source = Path(order["folder"]), order["source"]
-    source = ModelSource(Numerics(**source.pop("numerics")), **source)
-    config, model = source.load()
-    snapshot = Snapshot.load(folder / "state.safetensors")
-    longest = min(2 * (snapshot.length + len(order["tokens"])), config.max_position_embeddings)
-    engine = Engine(model, config, source.numerics, slots=2, max_length=longest, page_size=2 * config.alignment)
-    seq = engine.restore(snapshot)
-    engine.snapshot(seq).save(folder / "at_prompt.safetensors", config)
-    logits = np.array([engine.decode(seq, token) for token in order["tokens"]])
-    engine.snapshot(seq).save(folder / "at_end.safetensors", config)
-    np.save(folder / "logits.npy", logits)

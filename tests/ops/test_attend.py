@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldenkv.ops import attend
 from jaxtyping import TypeCheckError
+
+from goldenkv.ops import attend
 
 OUTPUT = 3e-6
 """Absolute, for values of size 1: scores of 16 products and a softmax over at most 60 keys, in float32."""
@@ -55,7 +56,9 @@ def device(x: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 def everything(x: dict[str, np.ndarray]) -> np.ndarray:
     keys = np.concatenate([x["window"], x["entries"]])
-    return reference(x["q"], keys, np.concatenate([x["window_visible"], x["entries_visible"]], axis=1), x["sinks"])
+    return reference(
+        x["q"], keys, np.concatenate([x["window_visible"], x["entries_visible"]], axis=1), x["sinks"]
+    )
 
 
 @pytest.mark.parametrize("key_block", [1, 5, 32, 64])
@@ -90,7 +93,9 @@ def test_online_softmax_in_any_blocks(cuts: list[int]) -> None:
     visible[1, :30] = visible[2, 30:] = False  # nothing to see in early or in late blocks
     state = attend.start(T, HEADS, D)
     for begin, end in itertools.pairwise([0, *cuts, 60]):
-        state = attend.absorb(state, jnp.asarray(q), jnp.asarray(keys[begin:end]), jnp.asarray(visible[:, begin:end]))
+        state = attend.absorb(
+            state, jnp.asarray(q), jnp.asarray(keys[begin:end]), jnp.asarray(visible[:, begin:end])
+        )
     got = attend.finish(state, jnp.asarray(sinks))
     np.testing.assert_allclose(got, reference(q, keys, visible, sinks), rtol=0, atol=OUTPUT)
 
@@ -99,7 +104,9 @@ def test_scores_of_any_size_stay_finite() -> None:
     q, keys, visible = 300 * normal(7, T, HEADS, D), normal(8, 40, D), np.ones((T, 40), bool)
     state = attend.start(T, HEADS, D)
     for begin in (0, 20):
-        state = attend.absorb(state, jnp.asarray(q), jnp.asarray(keys[begin : begin + 20]), jnp.asarray(visible[:, :20]))
+        state = attend.absorb(
+            state, jnp.asarray(q), jnp.asarray(keys[begin : begin + 20]), jnp.asarray(visible[:, :20])
+        )
     got = np.asarray(attend.finish(state, jnp.zeros(HEADS)))
     scores = np.einsum("thd,nd->thn", q.astype(np.float64), keys) / 4
     best = keys[np.argmax(scores, axis=-1)]
@@ -210,7 +217,9 @@ def test_without_entries_only_the_window_is_left() -> None:
 def test_the_window_is_the_last_w_tokens() -> None:
     keys = np.array([-3, 0, 1, 120, 127, 128, 129, 300])
     queries = np.array([0, 1, 127, 128, 129, 255, 256])
-    got = np.asarray(attend.window_visible(jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32), 128))
+    got = np.asarray(
+        attend.window_visible(jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32), 128)
+    )
     expected = [[k >= 0 and t - 127 <= k <= t for k in keys] for t in queries]
     np.testing.assert_array_equal(got, expected)
 

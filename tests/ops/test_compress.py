@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
+
 from goldenkv.ops import compress
 from goldenkv.ops.rope import frequencies
-from jaxtyping import TypeCheckError
 
 ENTRY = 2e-6
 """Absolute. Entries have size 1 after the norm: a float32 softmax over at most 256 rows and a rotation."""
@@ -108,13 +109,17 @@ def changed(before: np.ndarray, after: np.ndarray) -> set[int]:
 
 @pytest.mark.parametrize("which", ["kv", "score"])
 def test_csa_a_row_reaches_its_own_entry_and_the_next(which: str) -> None:
-    """Its second half goes into the entry of its block, its first half into the next block's, and no further."""
+    """Its second half goes into its own block's entry, its first half into the next one's, and no further."""
     rate, length = 4, 22  # five entries and two rows of an unfinished block
     rows = dict(zip(("kv", "score"), raw(2, length, True), strict=True))
     before = ours(**rows, rate=rate, overlap=True)
     for t in range(length):
         own, following = {t // rate} & set(range(5)), {t // rate + 1} & set(range(5))
-        for half, reached in ((slice(0, D), following), (slice(D, 2 * D), own), (slice(None), own | following)):
+        for half, reached in (
+            (slice(0, D), following),
+            (slice(D, 2 * D), own),
+            (slice(None), own | following),
+        ):
             moved = {name: values.copy() for name, values in rows.items()}
             moved[which][t, half] += 1.0
             assert changed(before, ours(**moved, rate=rate, overlap=True)) == reached, (t, half)
@@ -134,7 +139,9 @@ def test_hca_a_row_reaches_its_own_entry_alone(which: str) -> None:
 
 def test_overlap_blocks_takes_the_stated_halves() -> None:
     kv, score = normal(4, 4, 4, 2 * D), normal(5, 4, 4, 2 * D)
-    for got, rows in zip(compress.overlap_blocks(jnp.asarray(kv), jnp.asarray(score)), (kv, score), strict=True):
+    for got, rows in zip(
+        compress.overlap_blocks(jnp.asarray(kv), jnp.asarray(score)), (kv, score), strict=True
+    ):
         assert got.shape == (3, 8, D)
         for w in range(1, 4):
             np.testing.assert_array_equal(got[w - 1, :4], rows[w - 1, :, :D])
@@ -159,7 +166,9 @@ def test_a_block_without_rows_is_zero() -> None:
 def test_large_scores_do_not_overflow() -> None:
     kv, score = normal(8, 3, 8, D), 1e4 * normal(9, 3, 8, D)
     got = np.asarray(compress.pool_rows(jnp.asarray(kv), jnp.asarray(score)))
-    expected = [softmax_sum(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(kv, score, strict=True)]
+    expected = [
+        softmax_sum(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(kv, score, strict=True)
+    ]
     np.testing.assert_allclose(got, expected, rtol=0, atol=ENTRY)
 
 

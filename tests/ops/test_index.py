@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldenkv.ops import index
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
+
+from goldenkv.ops import index
 
 SCORE = 1e-6
 """Relative to the largest score: float32 sums of 16 products, then of 16 heads."""
@@ -20,6 +21,7 @@ VALUES = [-np.inf, -2.5, -1.0, -0.0, 0.0, 1.0, 2.5, np.inf, np.nan]
 """Few values, so that ties are common."""
 
 merge = jax.jit(index.merge_top_k)
+choose = jax.jit(index.top_k_entries, static_argnums=2)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -85,8 +87,7 @@ def candidates(draw, count: int) -> tuple[np.ndarray, np.ndarray]:
 @given(st.data(), st.sampled_from(SIZES))
 def test_chooses_what_sorting_chooses(data: st.DataObject, count: int) -> None:
     scores, visible = candidates(data.draw, count)
-    got = index.top_k_entries(jnp.asarray(scores), jnp.asarray(visible), TOP_K)
-    assert np.asarray(got).tolist() == select_reference(scores, visible, TOP_K)
+    assert np.asarray(choose(scores, visible, TOP_K)).tolist() == select_reference(scores, visible, TOP_K)
 
 
 @given(st.data(), st.lists(st.integers(0, 12), max_size=5).map(sorted))
@@ -111,7 +112,7 @@ def test_any_split_into_blocks_chooses_the_same(data: st.DataObject, cuts: list[
 def test_ties_go_to_the_lowest_id() -> None:
     scores, visible = np.zeros((1, 12), np.float32), np.ones((1, 12), bool)
     scores[0, [3, 9]] = 1
-    got = np.asarray(index.top_k_entries(jnp.asarray(scores), jnp.asarray(visible), TOP_K)).tolist()
+    got = np.asarray(choose(scores, visible, TOP_K)).tolist()
     assert got == [[3, 9, 0, 1]]
     assert got != select_reference(scores, visible, TOP_K, tie=lambda i: -i)  # the check can fail
 
@@ -119,7 +120,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 def test_nan_and_invisible_are_never_chosen() -> None:
     scores = np.float32([[np.nan, 5, np.nan, -np.nan, 7, 1]])
     visible = np.array([[True, True, False, True, False, True]])
-    assert np.asarray(index.top_k_entries(jnp.asarray(scores), jnp.asarray(visible), 4)).tolist() == [[1, 5, -1, -1]]
+    assert np.asarray(choose(scores, visible, 4)).tolist() == [[1, 5, -1, -1]]
     # XLA's own top-k takes NaN first.
     assert jax.lax.top_k(jnp.asarray(scores), 1)[1].tolist() == [[0]]
 
@@ -128,7 +129,7 @@ def test_nan_and_invisible_are_never_chosen() -> None:
 def test_fewer_visible_than_asked_for_leaves_minus_one(seen: int) -> None:
     scores = np.arange(8, dtype=np.float32)[None].repeat(ROWS, 0)
     visible = np.arange(8)[None].repeat(ROWS, 0) < seen
-    got = np.asarray(index.top_k_entries(jnp.asarray(scores), jnp.asarray(visible), TOP_K))
+    got = np.asarray(choose(scores, visible, TOP_K))
     chosen = list(range(seen))[::-1][:TOP_K]
     assert got.tolist() == [chosen + [-1] * (TOP_K - len(chosen))] * ROWS
 

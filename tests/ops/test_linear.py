@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldenkv.ops.linear import contract, grouped_output, project
 from jaxtyping import TypeCheckError
+
+from goldenkv.ops.linear import contract, grouped_output, project
 
 UNIT = 2.0**-24
 """Half an ulp of float32: a sum of n products is off by at most n of these times the sum of magnitudes."""
@@ -87,5 +88,5 @@ def test_grouped_output_takes_consecutive_heads(heads: int, groups: int, rank: i
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(TypeCheckError, match="'weight'"):
         project(jnp.ones((2, 8)), jnp.ones((4, 3)))
-    with pytest.raises(TypeCheckError, match="'operands'|operand"):
+    with pytest.raises(TypeCheckError, match="'operands'"):
         contract("ti,io->to", jnp.ones((2, 8)), np.ones((8, 3)).tolist())

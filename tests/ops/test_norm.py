@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldenkv.ops.norm import rms_norm
 from jaxtyping import TypeCheckError
+
+from goldenkv.ops.norm import rms_norm
 
 FLOAT32 = 1e-6
 """Relative. A mean, an inverse root and two products, each off by an ulp (1.2e-7) or two."""
 
 BFLOAT16 = 2.0**-8 * 1.01
-"""Relative. Half an ulp of the result's 8 significant bits; the 1 % is for the float32 value that is rounded."""
+"""Relative. Half an ulp of the result's 8 significant bits, and 1 % for the float32 value that is rounded."""
 
 SHAPES = [(1, 8), (5, 64), (3, 4, 16), (2, 4096)]
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldenkv.ops.rope import frequencies, rotate
 from jaxtyping import TypeCheckError
+
+from goldenkv.ops.rope import frequencies, rotate
 
 TURN = 2e-6
 """Absolute, for channels of size 1: cos, sin, two products and a sum in float32, plus half an ulp of the
@@ -99,7 +100,9 @@ def test_inverse_undoes(dtype: str) -> None:
     assert back.dtype == x.dtype
     # Both turns use the same cos and sin, so only rounding is left: twice half an ulp of a pair's length.
     tolerance = {"float32": 4 * 2.0**-24, "bfloat16": 4 * 2.0**-8}[dtype] * float(jnp.max(jnp.abs(x))) * 1.5
-    np.testing.assert_allclose(np.asarray(back, np.float64), np.asarray(x, np.float64), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(back, np.float64), np.asarray(x, np.float64), rtol=0, atol=tolerance
+    )
     twice = rotate(rotate(x, numbers, frequency), numbers, frequency)
     assert np.max(np.abs(np.asarray(twice, np.float64) - np.asarray(x, np.float64))) > 0.1
 
@@ -112,7 +115,9 @@ def test_leading_channels_pass_bit_for_bit(dtype: str, inverse: bool) -> None:
     x = jnp.asarray(x, dtype)
     got = rotate(x, positions_of(0, 3, 128, 9999), frequencies(8, 10000.0), inverse=inverse)
     as_bits = np.dtype(f"u{x.dtype.itemsize}")
-    np.testing.assert_array_equal(np.asarray(got)[..., :16].view(as_bits), np.asarray(x)[..., :16].view(as_bits))
+    np.testing.assert_array_equal(
+        np.asarray(got)[..., :16].view(as_bits), np.asarray(x)[..., :16].view(as_bits)
+    )
     assert got.dtype == x.dtype
 
 

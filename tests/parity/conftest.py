@@ -44,8 +44,9 @@ def no_yarn(model: Model, config: ModelConfig) -> ModelConfig:
     return replace(config, yarn=None)
 
 
-@pytest.fixture(
-    params=[no_sinks, no_position_bias, no_router_bias, one_entry_more, no_yarn], ids=lambda f: f.__name__
-)
+CONTROLS = [no_sinks, no_position_bias, no_router_bias, one_entry_more, no_yarn]
+
+
+@pytest.fixture(params=CONTROLS, ids=lambda change: change.__name__)
 def control(request: pytest.FixtureRequest) -> Control:
     return request.param

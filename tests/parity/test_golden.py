@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from goldenkv import parity
-from goldenkv.config import ModelConfig, Numerics, micro
+from goldenkv.config import ModelConfig, micro
 from goldenkv.engine.engine import Engine
 from goldenkv.model.checkpoint import CheckpointError, load_checkpoint
 from goldenkv.model.tile import Probe
@@ -38,10 +37,10 @@ def expected(golden_dir: Path) -> Recording:
 
 
 @pytest.fixture(scope="module")
-def plain(golden_dir: Path, expected: Recording) -> Iterator[ParityReport]:
+def plain(golden_dir: Path, expected: Recording) -> ParityReport:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parity, "load_file", lambda path: expected)
-        yield parity.compare_golden(golden_dir, "plain")
+        return parity.compare_golden(golden_dir, "plain")
 
 
 def test_plain(plain: ParityReport) -> None:
@@ -164,7 +163,3 @@ def test_selections_may_differ_only_where_scores_tie(expected: tuple[int, int], 
         ours[early, 0] = theirs[early, 0] = 0
     found = parity._selection(1, config, probe, rows, theirs, 1e-4)
     assert (found.difference, found.ok) == (wrong, not wrong)
-
-
-def test_numerics_of_the_comparison_are_plain_by_default() -> None:
-    assert not Numerics().fake_quantisation

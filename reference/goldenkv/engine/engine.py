@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence as Tokens
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 import jax
@@ -68,7 +69,9 @@ class Engine:
         self.numerics = numerics or Numerics()
         self.numerics.check(config)
         if not 1 <= max_length <= config.max_position_embeddings:
-            raise ValueError(f"{max_length=} must lie in 1 .. {config.max_position_embeddings} (the model's positions)")
+            raise ValueError(
+                f"{max_length=} must lie in 1 .. {config.max_position_embeddings} (the model's positions)"
+            )
         self.max_length = max_length
         page_size = page_size or config.alignment
         self._table_size = -(-max_length // page_size)
@@ -178,9 +181,13 @@ class Engine:
         if len({id(seq) for seq, _ in work}) != len(work):
             raise ValueError("a sequence appears twice in the batch")
         checked = [(seq, self._checked(tokens)) for seq, tokens in work]
-        short = sum(max(0, -(-(s.length + len(t)) // self.geometry.page_size) - len(s.pages)) for s, t in checked)
+        short = sum(
+            max(0, -(-(s.length + len(t)) // self.geometry.page_size) - len(s.pages)) for s, t in checked
+        )
         if short > len(self._free_pages):
-            raise CapacityError(f"{short} pages needed, {len(self._free_pages)} free of {self.geometry.pages}")
+            raise CapacityError(
+                f"{short} pages needed, {len(self._free_pages)} free of {self.geometry.pages}"
+            )
         for seq, ids in checked:
             if seq.length + len(ids) > self.max_length:
                 raise CapacityError(f"{seq.length + len(ids)} tokens exceed {self.max_length=}")
@@ -244,13 +251,19 @@ class Engine:
     def _checked(self, tokens: Tokens[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(tokens)
         if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"tokens must be a non-empty list of integers, got shape {ids.shape} of {ids.dtype}")
+            raise ValueError(
+                f"tokens must be a non-empty list of integers, got shape {ids.shape} of {ids.dtype}"
+            )
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             bad = int(np.argmax((ids < 0) | (ids >= self.config.vocab_size)))
-            raise ValueError(f"token {ids[bad]} at index {bad} is outside the vocabulary 0 .. {self.config.vocab_size - 1}")
+            raise ValueError(
+                f"token {ids[bad]} at index {bad} is outside the vocabulary 0 .. {self.config.vocab_size - 1}"
+            )
         return ids.astype(np.int32)
 
-    def _run(self, seq: Sequence, ids: np.ndarray, *, probe: bool) -> Iterator[tuple[slice, jax.Array, Probe | None]]:
+    def _run(
+        self, seq: Sequence, ids: np.ndarray, *, probe: bool
+    ) -> Iterator[tuple[slice, jax.Array, Probe | None]]:
         """Runs the tiles of one chunk; yields each tile's live rows, logits and probe."""
         done = 0
         while done < len(ids):
@@ -271,7 +284,9 @@ class Engine:
         size = self.numerics.tile
         return length // size * size, size
 
-    def _tile(self, seq: Sequence, tokens: np.ndarray, end: int, *, probe: bool) -> tuple[jax.Array, Probe | None]:
+    def _tile(
+        self, seq: Sequence, tokens: np.ndarray, end: int, *, probe: bool
+    ) -> tuple[jax.Array, Probe | None]:
         """Runs one tile that extends `seq` to `end` tokens."""
         table = np.full(self._table_size, self.geometry.pages, np.int32)
         table[: len(seq.pages)] = seq.pages

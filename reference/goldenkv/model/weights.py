@@ -12,7 +12,6 @@ from flax import nnx
 
 from ..config import LayerKind, ModelConfig, Numerics
 
-
 _FLOAT32 = jnp.dtype("float32")
 
 
@@ -76,7 +75,9 @@ class Attention(nnx.Module):
         self.kv = make.matrix(c.hidden_size, c.head_dim)
         self.kv_norm = make.gain(c.head_dim)
         self.sinks = make.normal(c.num_attention_heads, scale=1.0)
-        self.out_group = make.matrix(c.o_groups, c.num_attention_heads // c.o_groups * c.head_dim, c.o_lora_rank)
+        self.out_group = make.matrix(
+            c.o_groups, c.num_attention_heads // c.o_groups * c.head_dim, c.o_lora_rank
+        )
         self.out = make.matrix(c.o_groups * c.o_lora_rank, c.hidden_size)
         self.compressor = nnx.data(
             None if kind is LayerKind.WINDOW else Compressor(make, ratio, c.head_dim, kind is LayerKind.CSA)

@@ -111,7 +111,9 @@ COMPONENTS: tuple[Component, ...] = (
     Component("overlap_score", "rows_score", _CSA, Span.LAST_BLOCK, Width.HEAD, float32=True),
     Component("index_keys", "index_keys", _CSA, Span.ENTRIES, Width.INDEX),
     Component("index_rows_kv", "index_rows_kv", _CSA, Span.UNFINISHED, Width.INDEX, wide=True, float32=True),
-    Component("index_rows_score", "index_rows_score", _CSA, Span.UNFINISHED, Width.INDEX, wide=True, float32=True),
+    Component(
+        "index_rows_score", "index_rows_score", _CSA, Span.UNFINISHED, Width.INDEX, wide=True, float32=True
+    ),
     Component("index_overlap_kv", "index_rows_kv", _CSA, Span.LAST_BLOCK, Width.INDEX, float32=True),
     Component("index_overlap_score", "index_rows_score", _CSA, Span.LAST_BLOCK, Width.INDEX, float32=True),
 )

@@ -33,6 +33,7 @@ def fingerprint(config: ModelConfig, numerics: Numerics, weights: str) -> str:
     return digest.hexdigest()
 
 
-def _add(digest: hashlib._Hash, field: bytes | memoryview) -> None:
+def _add(digest: hashlib._Hash | hashlib.blake2b, field: bytes | memoryview) -> None:
+    """Adds a field after its length, so that no two lists of fields give the same bytes."""
     digest.update(len(field).to_bytes(8, "little"))
     digest.update(field)

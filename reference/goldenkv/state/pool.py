@@ -103,7 +103,10 @@ def _read_apart(read: Callable[[], Array], valid: Bool[Array, "*n"]) -> Float[Ar
 
 @typed
 def read_ring(
-    ring: Float[Array, "slots ring c"], slot: Int32[Array, ""], positions: Int32[Array, " n"], valid: Bool[Array, " n"]
+    ring: Float[Array, "slots ring c"],
+    slot: Int32[Array, ""],
+    positions: Int32[Array, " n"],
+    valid: Bool[Array, " n"],
 ) -> Float[Array, "n c"]:
     """Rows at absolute positions, in the order given; 0 where not valid."""
     return _read_apart(lambda: ring[slot, positions % ring.shape[1]], valid)
@@ -124,7 +127,10 @@ def write_ring(
 
 @typed
 def read_entries(
-    pages: Float[Array, "pages rows c"], table: Int32[Array, " max"], ids: Int32[Array, "*n"], valid: Bool[Array, "*n"]
+    pages: Float[Array, "pages rows c"],
+    table: Int32[Array, " max"],
+    ids: Int32[Array, "*n"],
+    valid: Bool[Array, "*n"],
 ) -> Float[Array, "*n c"]:
     """Entries by absolute number, through the page table; 0 where not valid."""
     safe = jnp.where(valid, ids, 0)
@@ -192,9 +198,13 @@ def _scatter_boundary(
         if not cell.component.paged:
             ring = out[cell.layer][cell.component.buffer]
             step = jnp.arange(cell.component.most_rows(config, cell.layer), dtype=jnp.int32)
-            at = jnp.where(step < counts[cell.name], (starts[cell.name] + step) % ring.shape[1], ring.shape[1])
+            at = jnp.where(
+                step < counts[cell.name], (starts[cell.name] + step) % ring.shape[1], ring.shape[1]
+            )
             width = cell.component.channels(config, cell.layer)
-            out[cell.layer][cell.component.buffer] = ring.at[slot, at, :width].set(rows[cell.name], mode="drop")
+            out[cell.layer][cell.component.buffer] = ring.at[slot, at, :width].set(
+                rows[cell.name], mode="drop"
+            )
     return out
 
 

@@ -178,8 +178,12 @@ def _parse(data: bytes) -> tuple[dict[str, tuple[bytes, list]], dict[str, str]]:
         if header.get("format") != FORMAT:
             raise NotASnapshot(f"a safetensors file of format {header.get('format')!r}, expected {FORMAT!r}")
         if header.get("version") != str(FORMAT_VERSION):
-            raise NotASnapshot(f"snapshot version {header.get('version')!r}, this code reads {FORMAT_VERSION}")
-        spans = {name: (entry["data_offsets"], [entry["shape"], entry["dtype"]]) for name, entry in entries.items()}
+            raise NotASnapshot(
+                f"snapshot version {header.get('version')!r}, this code reads {FORMAT_VERSION}"
+            )
+        spans = {
+            name: (entry["data_offsets"], [entry["shape"], entry["dtype"]]) for name, entry in entries.items()
+        }
         end = 8 + size + max((stop for (_, stop), _ in spans.values()), default=0)
     except NotASnapshot:
         raise

@@ -1,20 +1,17 @@
-"""Pictures of results. Matplotlib comes with the extra `explore`."""
+"""The picture of a reload gate."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import MissingExtra
-from .gate import Result
+from ..gate import Result
+from .base import ABSENT, DIFFERENT, EQUAL, categories, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-EQUAL, DIFFERENT, ABSENT = "#d8e6dc", "#b3261e", "#ffffff"
 
 
 def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
@@ -26,9 +23,6 @@ def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
         results: of a gate; lines without a comparison are left out.
         bins: columns to draw.
     """
-    pyplot = _pyplot()
-    from matplotlib.colors import ListedColormap
-
     drawn = [r for r in results if r.difference is not None and r.name != "cold"]
     groups = _groups(drawn)
     widths = np.array([size for _, size in groups], float)
@@ -41,37 +35,24 @@ def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
             if name in masks and len(masks[name]):
                 picture[line, low : low + count] = _binned(~masks[name], count)
 
-    figure, axes = pyplot.subplots(figsize=(11, 0.34 * len(drawn) + 1.9), layout="constrained")
-    colours = ListedColormap([EQUAL, DIFFERENT, ABSENT])
-    axes.imshow(picture, aspect="auto", cmap=colours, vmin=0, vmax=2, interpolation="nearest")
+    figure, axes = pyplot().subplots(figsize=(11, 0.34 * len(drawn) + 1.9), layout="constrained")
+    categories(axes, picture, [EQUAL, DIFFERENT, ABSENT])
     for edge in edges[1:-1]:
         axes.axvline(edge - 0.5, color="white", linewidth=1.5)
     for line in range(1, len(drawn)):
         axes.axhline(line - 0.5, color="white", linewidth=1.5)
-    axes.set_xticks((edges[:-1] + edges[1:]) / 2 - 0.5, [name for name, _ in groups], rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        (edges[:-1] + edges[1:]) / 2 - 0.5,
+        [name for name, _ in groups],
+        rotation=30,
+        ha="right",
+        rotation_mode="anchor",
+    )
     axes.set_yticks(range(len(drawn)), [("control: " if r.control else "") + r.name for r in drawn])
-    axes.tick_params(length=0, labelsize=8)
-    axes.set_title("Rows that differ from the cold run (red) after the prompt and the decode steps", fontsize=10)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.set_title(
+        "Rows that differ from the cold run (red) after the prompt and the decode steps", fontsize=10
+    )
     return figure
-
-
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes a picture without the date and version that would change its bytes."""
-    figure.savefig(path, dpi=150, metadata={"Software": None} if str(path).endswith(".png") else None)
-
-
-def _pyplot():  # type: ignore[no-untyped-def]
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingExtra("explore", "drawing a figure") from None
-    if matplotlib.rcParams._get_backend_or_none() is None:  # no window is ever opened
-        matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _by_group(result: Result) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What a model is (`ModelConfig`) and how it is computed (`Numerics`).
+"""What a model is.
 
 `ModelConfig` keeps the key names of the published DeepSeek-V4 `config.json`, so a reader of one knows the
 other. `compress_ratios` alone decides the kind of every layer.
@@ -11,25 +11,21 @@ import enum
 import json
 import math
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jax
-import jaxlib
 
 CSA_RATIO = 4
 """The published code overlaps blocks and runs the indexer exactly where the ratio is 4."""
 
 
 class LayerKind(enum.Enum):
-    """What a layer attends to besides its sliding window."""
+    """What a layer attends to besides its sliding window; the values are the names in `layer_types`."""
 
-    WINDOW = "window"
-    CSA = "csa"
-    HCA = "hca"
+    WINDOW = "sliding_attention"
+    CSA = "compressed_sparse_attention"
+    HCA = "heavily_compressed_attention"
 
 
 class ConfigError(ValueError):
@@ -260,120 +256,10 @@ def _check_layer_types(config: ModelConfig, layer_types: Any) -> None:
         return
     if not isinstance(layer_types, list | tuple):
         raise ConfigError(f"layer_types={layer_types!r} must be a list of names")
-    names = {
-        LayerKind.WINDOW: "sliding_attention",
-        LayerKind.CSA: "compressed_sparse_attention",
-        LayerKind.HCA: "heavily_compressed_attention",
-    }
     for layer in config.layers:
         said = layer_types[layer] if layer < len(layer_types) else "nothing"
-        if said != names[config.kind(layer)]:
+        if said != config.kind(layer).value:
             raise ConfigError(
                 f"layer_types and compress_ratios contradict each other at layer {layer}: "
                 f"{said!r} against ratio {config.compress_ratios[layer]}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """Everything besides weights and tokens that decides the bits of a result.
-
-    State made under one numerics is a miss under another: `identity` goes into every fingerprint.
-    Reductions that grow with the context run over fixed blocks in a fixed order, so the maximum length,
-    the batch and the size of a pool are not part of it.
-
-    Attributes:
-        dtype: of activations and cached rows, "float32" or "bfloat16". Compressors, mHC, routers, softmax
-            and the head always compute in float32, as the published code does.
-        tile: tokens in a tile; every program runs in this one shape.
-        index_block: compressed entries scored at a time by the indexer.
-        key_block: compressed entries at a time in HCA attention.
-        fake_quantisation: round KV to E4M3 and indexer queries and keys to E2M1, as the published code does.
-    """
-
-    dtype: str = "float32"
-    tile: int = 32
-    index_block: int = 256
-    key_block: int = 32
-    fake_quantisation: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
-        for name in ("tile", "index_block", "key_block"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 4 or value % 4:
-                raise ValueError(f"{name}={value!r} must be a positive multiple of 4")
-        if type(self.fake_quantisation) is not bool:
-            raise ValueError(f"fake_quantisation={self.fake_quantisation!r} must be True or False")
-
-    def check(self, config: ModelConfig) -> None:
-        """Raises ValueError where the tile does not fit the compression ratios of `config`."""
-        for ratio in set(config.compress_ratios) - {0}:
-            if self.tile % ratio and ratio % self.tile:
-                raise ValueError(
-                    f"tile={self.tile} must divide the compression ratio {ratio} or be a multiple"
-                )
-
-    def identity(self) -> dict[str, str]:
-        """The numerics and the machine facts on which bits were found to depend, as text."""
-        device = jax.devices()[0]
-        ours = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return ours | {
-            "jaxlib": jaxlib.__version__,
-            "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
-            "platform": device.platform,
-            "device_kind": device.device_kind,
-            "isa": platform.machine(),
-        }
-
-
-def flash() -> ModelConfig:
-    """DeepSeek-V4-Flash as published."""
-    return ModelConfig(
-        vocab_size=129280, hidden_size=4096, num_hidden_layers=43,
-        compress_ratios=(0, 0, *(4, 128) * 20, 4, 0), num_nextn_predict_layers=1,
-        num_attention_heads=64, head_dim=512, qk_rope_head_dim=64, q_lora_rank=1024,
-        o_groups=8, o_lora_rank=1024, index_n_heads=64, index_head_dim=128, index_topk=512,
-        n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048, num_hash_layers=3,
-        routed_scaling_factor=1.5, yarn=Yarn(factor=16.0, original_max_position_embeddings=65536),
-    )  # fmt: skip
-
-
-def pro() -> ModelConfig:
-    """DeepSeek-V4-Pro as published."""
-    return dataclasses.replace(
-        flash(), hidden_size=7168, num_hidden_layers=61, compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),
-        num_attention_heads=128, q_lora_rank=1536, o_groups=16, index_topk=1024,
-        n_routed_experts=384, moe_intermediate_size=3072, routed_scaling_factor=2.5,
-    )  # fmt: skip
-
-
-def tiny() -> ModelConfig:
-    """The smallest model with every layer kind at the published window and ratios."""
-    return ModelConfig(
-        vocab_size=256, hidden_size=64, num_hidden_layers=3, compress_ratios=(0, 4, 128),
-        num_attention_heads=4, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
-        o_groups=2, o_lora_rank=16, index_n_heads=16, index_head_dim=16, index_topk=8,
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hash_layers=1,
-        routed_scaling_factor=1.5, yarn=Yarn(factor=16.0, original_max_position_embeddings=4096),
-        max_position_embeddings=65536,
-    )  # fmt: skip
-
-
-def bench() -> ModelConfig:
-    """Six layers of width 256, large enough to time and small enough for two cores."""
-    return dataclasses.replace(
-        tiny(), vocab_size=512, hidden_size=256, num_hidden_layers=6, compress_ratios=(0, 0, 4, 128, 4, 128),
-        num_attention_heads=8, head_dim=64, qk_rope_head_dim=16, q_lora_rank=128, o_lora_rank=64,
-        index_head_dim=64, index_topk=64, n_routed_experts=8, moe_intermediate_size=128, num_hash_layers=3,
-    )  # fmt: skip
-
-
-def micro() -> ModelConfig:
-    """For property tests: window 8, ratios 4 and 8 (8 stands for 128), top-k 2."""
-    return dataclasses.replace(
-        tiny(), vocab_size=64, hidden_size=32, compress_ratios=(0, 4, 8), sliding_window=8,
-        head_dim=16, q_lora_rank=16, o_lora_rank=8, index_topk=2, moe_intermediate_size=16,
-        yarn=Yarn(factor=16.0, original_max_position_embeddings=64), max_position_embeddings=4096,
-    )  # fmt: skip

@@ -1,0 +1,19 @@
+"""What a model is (`ModelConfig`) and how it is computed (`Numerics`)."""
+
+from .model import CSA_RATIO, ConfigError, LayerKind, ModelConfig, Yarn
+from .numerics import Numerics
+from .presets import bench, flash, micro, pro, tiny
+
+__all__ = [
+    "CSA_RATIO",
+    "ConfigError",
+    "LayerKind",
+    "ModelConfig",
+    "Numerics",
+    "Yarn",
+    "bench",
+    "flash",
+    "micro",
+    "pro",
+    "tiny",
+]

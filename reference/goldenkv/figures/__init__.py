@@ -1,0 +1,26 @@
+"""Pictures of results. Matplotlib comes with the extra `explore`."""
+
+from .base import save_figure
+from .gate import gate_figure
+from .knockout import damage_figure, error_figure
+from .reach import Pooled, Reach, cache_figure, pooled_figure, reach_figure
+from .state import live_counts_figure, live_rows_figure, state_bytes_figure
+from .weights import index_figure, pooling_weights_figure, shares_figure
+
+__all__ = [
+    "Pooled",
+    "Reach",
+    "cache_figure",
+    "damage_figure",
+    "error_figure",
+    "gate_figure",
+    "index_figure",
+    "live_counts_figure",
+    "live_rows_figure",
+    "pooled_figure",
+    "pooling_weights_figure",
+    "reach_figure",
+    "save_figure",
+    "shares_figure",
+    "state_bytes_figure",
+]

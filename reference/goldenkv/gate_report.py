@@ -1,0 +1,108 @@
+"""What the reload gate found: its lines, and how they read on a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.table import Table
+
+from .state import Difference
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the gate.
+
+    Attributes:
+        name: the path or the control.
+        control: True where a difference is what must be found.
+        reused: tokens whose state was not computed again.
+        nbytes: bytes of the state that was moved.
+        difference: from the cold run, over components and logits; None where an error stopped the reload.
+        caught: for controls, how the damage was caught; empty where it was not.
+        seconds: to get to the end of the prompt.
+        speedup: of that over the cold run, where something was reused.
+    """
+
+    name: str
+    control: bool
+    reused: int
+    nbytes: int
+    difference: Difference | None
+    seconds: float
+    caught: str = ""
+    speedup: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """A path must be bit-equal; a control must be caught."""
+        if self.control:
+            return bool(self.caught)
+        return self.difference is not None and self.difference.same
+
+    def to_json(self) -> dict:
+        """Plain values; the row masks as counts of different rows by name."""
+        out = {key: getattr(self, key) for key in ("name", "control", "ok", "reused", "nbytes", "seconds")}
+        out |= {"speedup": self.speedup, "caught": self.caught, "rows": None, "equal": None}
+        if self.difference is not None:
+            d = self.difference
+            out |= {"rows": d.rows, "equal": d.equal, "first_difference": list(d.first) if d.first else None}
+            out["different_rows"] = {n: int((~ok).sum()) for n, ok in d.by_name.items() if not ok.all()}
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All lines, and what was run."""
+
+    about: dict
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Every path is bit-equal and every control was caught."""
+        return all(result.ok for result in self.results)
+
+    def to_json(self) -> dict:
+        return {"ok": self.ok, "about": self.about, "results": [r.to_json() for r in self.results]}
+
+
+def tables(report: Report) -> list[Table]:
+    """Paths, then controls; each fits a terminal of 80 columns."""
+    about = report.about
+    paths = _table(f"{about['tokens']:,} tokens, then {about['steps']} decode steps: {about['model']}")
+    for name in ("reused", "bytes", "equal rows", "seconds", "speed-up"):
+        paths.add_column(name, justify="right")
+    paths.add_column("")
+    controls = _table("Controls: damage that must be caught")
+    controls.add_column("equal rows", justify="right")
+    controls.add_column("caught by")
+    for r in report.results:
+        rows = "" if r.difference is None else f"{r.difference.equal:,}/{r.difference.rows:,}"
+        if r.control:
+            controls.add_row(r.name, rows, f"[green]{r.caught}[/]" if r.ok else "[bold red]NOT CAUGHT[/]")
+            continue
+        paths.add_row(
+            r.name,
+            f"{r.reused:,}" if r.reused else "",
+            f"{r.nbytes:,}" if r.nbytes else "",
+            rows,
+            f"{r.seconds:.3f}",
+            "" if r.speedup is None else f"{r.speedup:,.0f}x",
+            "[green]equal[/]" if r.ok else f"[bold red]DIFFERS[/] from {_place(r)}",
+        )
+    return [paths, controls]
+
+
+def _place(result: Result) -> str:
+    assert result.difference is not None and result.difference.first is not None
+    return "{} row {}".format(*result.difference.first)
+
+
+def _table(title: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("", no_wrap=True)
+    return table
