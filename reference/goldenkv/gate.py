@@ -149,13 +149,13 @@ class Gate:
     def _chunk_plan(self, number: int) -> Result:
         left, plan = len(self.tokens), []
         while left:
-            plan.append(min(left, int(self.rng.integers(1, 400))))
+            plan.append(min(left, int(self.rng.integers(1, max(2, len(self.tokens) // 5)))))
             left -= plan[-1]
         seq = self.engine.open()
         began = time.perf_counter()
         self.engine.prefill(seq, self.tokens, plan)
         seconds = time.perf_counter() - began
-        return self._path(f"chunk plan {number} ({len(plan)} chunks)", seq, seconds)
+        return self._path(f"chunk plan {number}: {len(plan)} chunks", seq, seconds)
 
     def _batch(self) -> Result:
         """Two strangers of other lengths run in the same batch, while prefilling and while decoding."""

@@ -63,7 +63,7 @@ def restore_elsewhere(
 
 
 def serve_restore() -> None:
-    """What the second process runs: reads an order from standard input, writes what it found beside the state."""
+    """What the second process runs: an order from standard input, results beside the state."""
     order = json.load(sys.stdin)
     folder, source = Path(order["folder"]), order["source"]
     source = ModelSource(Numerics(**source.pop("numerics")), **source)

@@ -79,7 +79,7 @@ def tables(report: Report) -> list[Table]:
     controls.add_column("equal rows", justify="right")
     controls.add_column("caught by")
     for r in report.results:
-        rows = "" if r.difference is None else f"{r.difference.equal:,}/{r.difference.rows:,}"
+        rows = "" if r.difference is None else _count(r.difference)
         if r.control:
             controls.add_row(r.name, rows, f"[green]{r.caught}[/]" if r.ok else "[bold red]NOT CAUGHT[/]")
             continue
@@ -93,6 +93,10 @@ def tables(report: Report) -> list[Table]:
             "[green]equal[/]" if r.ok else f"[bold red]DIFFERS[/] from {_place(r)}",
         )
     return [paths, controls]
+
+
+def _count(difference: Difference) -> str:
+    return f"all {difference.rows:,}" if difference.same else f"{difference.equal:,}/{difference.rows:,}"
 
 
 def _place(result: Result) -> str:

@@ -165,7 +165,7 @@ class Engine:
         return rows if all_logits else rows[-1]
 
     def decode(self, seq: Sequence, token: int) -> np.ndarray:
-        """Appends one token and returns the float32 logits [vocabulary] that follow it. Errors as `prefill`."""
+        """Appends one token; the float32 logits [vocabulary] that follow it. Errors as `prefill`."""
         return self.prefill(seq, [token])
 
     def prefill_batch(self, work: Tokens[tuple[Sequence, Tokens[int] | np.ndarray]]) -> list[np.ndarray]:

@@ -37,7 +37,7 @@ def unsigned(array: np.ndarray) -> np.ndarray:
 
 
 def equal_rows(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """For each row of the first axis whether its bits are equal. Other shapes or dtypes differ in every row."""
+    """For each row of the first axis whether its bits are equal; other shapes or dtypes never are."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return np.zeros(max(len(left), len(right)), bool)
     same = unsigned(left) == unsigned(right)

@@ -1,4 +1,4 @@
-"""Fingerprints: under which model and numerics a state was made. State under another fingerprint is a miss."""
+"""Fingerprints: under which model and numerics a state was made. State under another is a miss."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..ops.typed import typed
 from .components import Cell, Span, cells
 
 Pool = tuple[dict[str, jax.Array], ...]
-"""One dictionary a layer, buffer name -> array: rings [slots, ring, channels], pages [pages, rows, channels]."""
+"""A dictionary a layer, by buffer name: rings [slots, ring, channels] and pages [pages, rows, channels]."""
 
 Rows = dict[str, np.ndarray]
 """Live rows of one sequence by cell name, each [rows, channels]."""
@@ -58,7 +58,7 @@ class Geometry:
 
 
 def entries_in_tile(tile: int, ratio: int, aligned: bool = True) -> int:
-    """The most entries that can be finished in one tile. A tile that starts anywhere can meet one more block."""
+    """The most entries that one tile can finish; a tile that starts anywhere can meet one more."""
     return max(1, tile // ratio) if aligned else tile // ratio + 1
 
 
