@@ -57,7 +57,11 @@ def multiplications(config: ModelConfig, context: int) -> int:
         keys = c.sliding_window
         if ratio == 4:
             index = c.index_n_heads * c.index_head_dim
-            total += 4 * hidden * (c.head_dim + c.index_head_dim) + c.q_lora_rank * index + hidden * c.index_n_heads
+            total += (
+                4 * hidden * (c.head_dim + c.index_head_dim)
+                + c.q_lora_rank * index
+                + hidden * c.index_n_heads
+            )
             total += context // ratio * index
             keys += min(c.index_topk, context // ratio)
         elif ratio:
@@ -104,7 +108,9 @@ def speed(repeat: int) -> dict:
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
             prefill = seconds(lambda: theirs(ids[:, :TOKENS], cache=cache, use_cache=True))
             decode = seconds(
-                lambda: [theirs(ids[:, i : i + 1], cache=cache, use_cache=True) for i in range(TOKENS, len(tokens))]
+                lambda: [
+                    theirs(ids[:, i : i + 1], cache=cache, use_cache=True) for i in range(TOKENS, len(tokens))
+                ]
             )
         return prefill, decode / steps
 
@@ -183,7 +189,9 @@ def grow() -> dict:
     for context in CONTEXTS:
         if seq.length < context - last:
             engine.prefill(seq, tokens[seq.length : context - last])
-        speeds[str(context)] = last / seconds(lambda: engine.prefill(seq, tokens[seq.length : seq.length + last]))
+        speeds[str(context)] = last / seconds(
+            lambda: engine.prefill(seq, tokens[seq.length : seq.length + last])
+        )
     return {
         "tokens_per_s_at": speeds,
         "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
@@ -195,7 +203,9 @@ BENCHMARKS = {"speed": speed, "restore": restore, "growth": growth}
 
 def main() -> None:
     """Runs the chosen benchmarks and prints JSON."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--only", nargs="*", choices=BENCHMARKS, default=list(BENCHMARKS))
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--json", type=Path, help="also write the results here")
@@ -204,7 +214,13 @@ def main() -> None:
     if chosen.grow:
         print(json.dumps(grow()))
         return
-    results: dict = {"machine": {"processor": platform.machine(), "jax": jax.__version__, "numerics": Numerics().identity()}}
+    results: dict = {
+        "machine": {
+            "processor": platform.machine(),
+            "jax": jax.__version__,
+            "numerics": Numerics().identity(),
+        }
+    }
     for name in chosen.only:
         results[name] = BENCHMARKS[name](chosen.repeat)
         print(json.dumps({name: results[name]}, indent=1), flush=True)

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from goldenkv import engine as engines
 from goldenkv.config import Numerics, micro, tiny
 from goldenkv.engine import Engine, FreeShapeEngine
@@ -23,20 +26,17 @@ from goldenkv.model.weights import Model
 from goldenkv.ops import attend
 from goldenkv.state import Snapshot, compare
 from goldenkv.state import pool as pools
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-CONFIGS = {"micro": micro(), "tiny": tiny()}
 
 # Small blocks, so that a hundred tokens already fill several of each kind.
 SMALL = Numerics(tile=8, index_block=8, key_block=8)
-NUMERICS = {
-    "float32": SMALL,
-    "bfloat16": replace(SMALL, dtype="bfloat16"),
-    "quantised": replace(SMALL, fake_quantisation=True),
-    "tile 4": replace(SMALL, tile=4, index_block=16),
-    "tile 16": replace(SMALL, tile=16, key_block=16),
-    "tiny": Numerics(tile=32, index_block=32, key_block=4),
+SETUPS = {
+    "float32": (micro(), SMALL),
+    "bfloat16": (micro(), replace(SMALL, dtype="bfloat16")),
+    "quantised": (micro(), replace(SMALL, fake_quantisation=True)),
+    "tile 4": (micro(), replace(SMALL, tile=4, index_block=16)),
+    "tile 16": (micro(), replace(SMALL, tile=16, key_block=16)),
+    "tiny": (tiny(), Numerics(tile=32, index_block=32, key_block=4)),
+    "one CSA layer": (replace(micro(), num_hidden_layers=1, compress_ratios=(4,)), SMALL),
 }
 
 # The first place gives the expected bits; the others differ from it in every size that must not matter.
@@ -96,14 +96,13 @@ def plans(lengths: list[int]) -> st.SearchStrategy[Plan]:
 
 @functools.cache
 def model(name: str) -> Model:
-    return Model(CONFIGS["tiny" if name == "tiny" else "micro"], NUMERICS[name])
+    return Model(*SETUPS[name])
 
 
 @functools.cache
 def engine(name: str, place: int) -> Engine:
-    config = CONFIGS["tiny" if name == "tiny" else "micro"]
     sizes = (TINY_PLACES if name == "tiny" else PLACES)[place]
-    return Engine(model(name), config, NUMERICS[name], **sizes)
+    return Engine(model(name), *SETUPS[name], **sizes)
 
 
 def tokens_of(seed: int, length: int) -> np.ndarray:
@@ -129,10 +128,8 @@ def run(e: Engine, tokens: np.ndarray, plan: Sequence[int] | None = None) -> dic
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], what: object) -> None:
-    difference = compare(found, expected)
-    assert difference.same, (
-        f"{difference.rows - difference.equal} of {difference.rows} rows differ, first {difference.first}: {what}"
-    )
+    d = compare(found, expected)
+    assert d.same, f"{d.rows - d.equal} of {d.rows} rows differ, first {d.first}: {what}"
 
 
 def check(name: str, place: int, plan: Plan) -> None:
@@ -173,9 +170,9 @@ def check(name: str, place: int, plan: Plan) -> None:
             expected = run(engine(name, 0), all_ids)
             whole = expected.pop("logits")
             assert_same(e.rows(seq), expected, plan)
-            if found is not None:  # logits of the head's tokens, then of the last one
-                rows = whole if len(found) == len(whole) else np.concatenate([whole[: len(found) - 1], whole[-1:]])
-                assert_same({"logits": found}, {"logits": rows}, plan)
+            if found is not None:  # logits of the head's tokens, then of the last token
+                rows = [*range(len(found) - 1), len(whole) - 1]
+                assert_same({"logits": found}, {"logits": whole[rows]}, plan)
     finally:
         for seq in opened:
             e.close(seq)
@@ -219,7 +216,7 @@ def test_one_step_of_any_size_from_any_state(name: str) -> None:
 
     e = engine(name, 2)
     for begin in range(length):
-        tile = NUMERICS[name].tile
+        tile = e.numerics.tile
         for end in range(begin + 1, min(begin // tile * tile + tile, length) + 1):
             seq = e.restore(states[begin])
             try:
@@ -247,7 +244,7 @@ def retraced() -> Callable:
 
 def test_control_free_shapes_change_bits() -> None:
     """One chunk of 24 against 24 single tokens: the same model, other shapes."""
-    e = FreeShapeEngine(model("float32"), micro(), SMALL, slots=1, max_length=256)
+    e = FreeShapeEngine(model("one CSA layer"), *SETUPS["one CSA layer"], max_length=256)
     ids = tokens_of(0, 24)
     difference = compare(run(e, ids), run(e, ids, [1] * 24))
     assert not difference.same
@@ -277,32 +274,33 @@ def test_control_reads_fused_with_arithmetic_depend_on_the_pool(monkeypatch: pyt
 
     monkeypatch.setattr(pools, "_read_apart", fused)
     monkeypatch.setattr(engines.engine, "run_tile", retraced())
-    ids = tokens_of(0, 24)
-    few, many = (run(Engine(model("float32"), micro(), SMALL, slots=n, max_length=256), ids) for n in (2, 4))
+    name, ids = "one CSA layer", tokens_of(0, 24)
+    few, many = (run(Engine(model(name), *SETUPS[name], slots=n, max_length=256), ids) for n in (2, 4))
     difference = compare(few, many)
     assert not difference.same
-    assert not difference.by_name["layers.1.entries"].all()
+    assert not difference.by_name["layers.0.entries"].all()
 
 
 def test_control_rows_not_zeroed_before_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """A masked score is no shield: weight 0 times NaN is NaN. A pool filled with zeros would hide it."""
 
     def absorb(state, q, keys, visible):
-        scores = attend.contract("thd,nd->thn", q, keys)
-        return attend._fold(state, scores, visible, lambda weight: attend.contract("thn,nd->thd", weight, keys))
+        def values(weight):
+            return attend.contract("thn,nd->thd", weight, keys)
+
+        return attend._fold(state, attend.contract("thd,nd->thn", q, keys), visible, values)
 
     monkeypatch.setattr(attend, "absorb", absorb)
     monkeypatch.setattr(engines.engine, "run_tile", retraced())
-    ids = tokens_of(0, 13)
-    sound = engine("float32", 0)
-    seq = sound.open()
-    sound.prefill(seq, ids[:12])
-    state = sound.snapshot(seq)
-    sound.close(seq)
+    name, ids = "one CSA layer", tokens_of(0, 13)
+    e = Engine(model(name), *SETUPS[name], max_length=256)
+    seq = e.open()
+    e.prefill(seq, ids[:12])
+    state = e.snapshot(seq)
 
     def next_logits(fill: float) -> np.ndarray:
         """The window rows before the live ones hold `fill`: nothing wrote them, and no query may see them."""
-        e = Engine(model("float32"), micro(), SMALL, **PLACES[0], fill=fill)
+        e = Engine(model(name), *SETUPS[name], max_length=256, fill=fill)
         return e.decode(e.restore(state), ids[12])
 
     assert np.isfinite(next_logits(0.0)).all()

@@ -16,7 +16,7 @@ from goldenkv.engine.engine import Engine
 from goldenkv.model.checkpoint import CheckpointError, load_checkpoint
 from goldenkv.model.tile import Probe
 from goldenkv.model.weights import Model
-from goldenkv.parity import ParityReport, ParityRow, compare_arrays
+from goldenkv.parity import ParityReport, ParityRow, compare_arrays, golden
 
 
 class Recording(dict):
@@ -39,7 +39,7 @@ def expected(golden_dir: Path) -> Recording:
 @pytest.fixture(scope="module")
 def plain(golden_dir: Path, expected: Recording) -> ParityReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "load_file", lambda path: expected)
+        patch.setattr(golden, "load_file", lambda path: expected)
         return parity.compare_golden(golden_dir, "plain")
 
 
@@ -66,7 +66,7 @@ def test_quantised(golden_dir: Path) -> None:
 
 
 def logits(model: Model, config: ModelConfig, tokens: np.ndarray) -> np.ndarray:
-    engine = Engine(model, config, max_length=len(tokens))
+    engine = Engine(model, config, slots=2, max_length=len(tokens))  # the program of the report
     return engine.prefill(engine.open(), tokens, all_logits=True)
 
 
@@ -161,5 +161,5 @@ def test_selections_may_differ_only_where_scores_tie(expected: tuple[int, int], 
     rows = {"layers.1.index_keys": keys}
     for early in range(3, length - 1):  # all scores are 0 there: any visible entries are right
         ours[early, 0] = theirs[early, 0] = 0
-    found = parity._selection(1, config, probe, rows, theirs, 1e-4)
+    found = golden._selection(1, config, probe, rows, theirs, 1e-4)
     assert (found.difference, found.ok) == (wrong, not wrong)

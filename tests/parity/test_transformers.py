@@ -42,7 +42,7 @@ def theirs() -> tuple[Model, np.ndarray, np.ndarray]:
 
 
 def difference(model: Model, config: ModelConfig, tokens: np.ndarray, logits: np.ndarray) -> float:
-    engine = Engine(model, config, max_length=len(tokens))
+    engine = Engine(model, config, slots=2, max_length=420)  # the program of `test_logits`
     ours = engine.prefill(engine.open(), tokens, all_logits=True)
     return parity.compare_arrays("logits", ours, logits, 1e-4).difference
 

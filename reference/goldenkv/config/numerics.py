@@ -6,6 +6,7 @@ import dataclasses
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jaxlib
@@ -63,5 +64,14 @@ class Numerics:
             "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
             "platform": device.platform,
             "device_kind": device.device_kind,
-            "isa": platform.machine(),
+            "isa": _instruction_set(),
         }
+
+
+def _instruction_set() -> str:
+    """The processor family, and whether it has AVX2: bits were found to differ below it and not above."""
+    try:
+        has_avx2 = " avx2 " in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        has_avx2 = False
+    return platform.machine() + ("+avx2" if has_avx2 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import MissingExtra
 
@@ -40,7 +40,9 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=150, metadata={"Software": None} if str(path).endswith(".png") else None)
 
 
-def categories(axes: Axes, codes: Any, colours: Sequence[str], *, aspect: str = "auto") -> None:
+def categories(
+    axes: Axes, codes: Any, colours: Sequence[str], *, aspect: Literal["auto", "equal"] = "auto"
+) -> None:
     """Draws a matrix of small integers: code i in `colours[i]`, without ticks and frame."""
     from matplotlib.colors import ListedColormap
 

@@ -123,7 +123,7 @@ def pooled_figure(panels: Sequence[Pooled]) -> Figure:
 
 
 def _token_ticks(axes: Axes, labels: Sequence[str], queries: int) -> None:
-    """Writes each token under its column, and the queries' tokens beside their lines; a space is drawn as ␣."""
+    """Writes each token under its column, and the queries beside their lines; ␣ is a space."""
     shown = [label.replace(" ", "␣").replace("\n", "↵") for label in labels]
     axes.set_xticks(range(len(shown)), shown)
     axes.set_yticks(range(queries), [f"{t}: {c}" for t, c in enumerate(shown)][-queries:])

@@ -16,22 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..config import ModelConfig, Numerics
+from .checkpoint_files import INDEX, WEIGHTS, CheckpointError, listed, open_tensors
 from .weights import Model
 
 Names = Literal["published", "transformers"]
-
-
-class CheckpointError(ValueError):
-    """A folder that does not hold a complete checkpoint of the configured model."""
 
 
 class _As(enum.Enum):
@@ -110,7 +106,6 @@ _MTP = "mtp."
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _INTEGERS = ("I32", "I64")
 _QUANTISED = ("F4", "F6", "F8", "I4", "I8", "U8")
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +178,7 @@ def load_checkpoint(
         config = ModelConfig.load(folder)
     model = Model(config, numerics)
     with contextlib.ExitStack() as stack:
-        tensors = _open(folder, stack)
+        tensors = open_tensors(folder, stack, skip=_MTP)
         found = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors.items()}
         parameters = list(_parameters(model, _scheme(model, found)))
         _check(folder, parameters, found)
@@ -196,44 +191,6 @@ def load_checkpoint(
                 _check_experts(pieces[0].tensor, values, config)
             parameter.set_value(jnp.asarray(values))
     return config, model
-
-
-def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """A lazy tensor for every name; MTP tensors are left out."""
-    single = (folder / _FILE).is_file()
-    tensors: dict[str, Any] = {}
-    for file, names in ({_FILE: []} if single else _read_index(folder)).items():
-        try:
-            opened = stack.enter_context(safe_open(folder / file, "numpy"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{_INDEX} names {file!r}, which is not in {os.fspath(folder)!r}") from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{os.fspath(folder / file)!r} cannot be read: {error}") from None
-        held = set(opened.keys())
-        lost = sorted(set(names) - held)
-        if lost:
-            raise CheckpointError(f"{file!r} lacks tensors that {_INDEX} says it holds: {_list(lost)}")
-        tensors |= {n: opened.get_slice(n) for n in names or held if not n.startswith(_MTP)}
-    return tensors
-
-
-def _read_index(folder: Path) -> dict[str, list[str]]:
-    """File name -> names of its tensors."""
-    path = folder / _INDEX
-    if not path.is_file():
-        raise CheckpointError(f"{os.fspath(folder)!r} holds neither {_FILE} nor {_INDEX}")
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        files: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{_INDEX}: {file!r} for {name!r} is not the name of a file beside it")
-            files.setdefault(file, []).append(name)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f'{os.fspath(path)!r} must be JSON with a "weight_map" of tensor names to files: {error!r}'
-        ) from None
-    return files
 
 
 def _scheme(model: Model, found: Iterable[str]) -> str:
@@ -254,7 +211,7 @@ def _check(
     """Raises CheckpointError unless `found` (dtype and shape by name) is exactly what is expected."""
     quantised = [f"{n} ({dtype})" for n, (dtype, _) in sorted(found.items()) if dtype.startswith(_QUANTISED)]
     if quantised:
-        raise CheckpointError(f"quantised checkpoints are not supported yet: {_list(quantised)}")
+        raise CheckpointError(f"quantised checkpoints are not supported yet: {listed(quantised)}")
     expected = {p.tensor: (p.shape, parameter.dtype) for parameter, pieces in parameters for p in pieces}
     missing = [f"{n} {list(expected[n][0])}" for n in sorted(expected.keys() - found.keys())]
     extra = [f"{n} {list(found[n][1])}" for n in sorted(found.keys() - expected.keys())]
@@ -267,7 +224,7 @@ def _check(
             dtypes.append(f"{name} expected {want}, found {dtype}")
     problems = {"missing": missing, "unknown": extra, "other shape": shapes, "other dtype": dtypes}
     if any(problems.values()):
-        text = "; ".join(f"{what}: {_list(items)}" for what, items in problems.items() if items)
+        text = "; ".join(f"{what}: {listed(items)}" for what, items in problems.items() if items)
         raise CheckpointError(f"the tensors of {os.fspath(folder)!r} do not fit the configuration. {text}")
 
 
@@ -276,10 +233,6 @@ def _check_experts(name: str, table: np.ndarray, config: ModelConfig) -> None:
     low, high = int(table.min()), int(table.max())
     if low < 0 or high >= config.n_routed_experts:
         raise CheckpointError(f"{name} holds {low} to {high}, expected 0 to {config.n_routed_experts - 1}")
-
-
-def _list(items: Sequence[str], most: int = 20) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +294,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     old = sorted(path.name for path in folder.glob("*.safetensors*"))
     if old:
-        raise CheckpointError(f"{os.fspath(folder)!r} already holds {_list(old)}")
+        raise CheckpointError(f"{os.fspath(folder)!r} already holds {listed(old)}")
     (folder / "config.json").write_text(json.dumps(config.to_json(), indent=1) + "\n")
     shards: list[list[str]] = [[]]
     size = 0
@@ -353,9 +306,9 @@ def save_checkpoint(
         size += plan.bytes
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
-        file = _FILE if shard_bytes is None else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = WEIGHTS if shard_bytes is None else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file({name: plans[name].build() for name in shard}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     if shard_bytes is not None:
         index = {"metadata": {"total_size": sum(p.bytes for p in plans.values())}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")

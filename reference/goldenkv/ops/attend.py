@@ -1,7 +1,7 @@
 """Core attention: one softmax over the sliding window and compressed entries, with sinks.
 
-Report section 2.3.1, equations 18-19 (CSA), section 2.3.2 (HCA), section 2.3.3 (sliding window and attention
-sink). One KV head serves all query heads, and K = V. Scores are scaled by d^-1/2.
+Report section 2.3.1, equation 19 (CSA), section 2.3.2, equation 26 (HCA), section 2.3.3 (sliding window, and
+attention sink, equation 27). One KV head serves all query heads, and K = V. Scores are scaled by d^-1/2.
 
 The softmax is built block by block, so that a growing context is a loop over fixed blocks in a fixed order:
 `start`, then `absorb` or `absorb_selected` for each block of keys, then `finish`. `window_attention`,
