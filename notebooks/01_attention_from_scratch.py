@@ -7,14 +7,18 @@
 #
 # Every number and every picture comes from functions of `goldenkv.ops`, or from a run of the whole model. The
 # weights are random. So the *mechanism* is the real one, but what a head looks at has no meaning.
+#
+# The prompt is a text that comes with every Python and never changes: `import this` prints it. A byte is a token.
 
 # %%
 import codecs
+import this
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from goldenkv import figures
 from goldenkv.config import Numerics, bench, flash
 from goldenkv.engine import Engine
@@ -26,12 +30,6 @@ from goldenkv.ops.norm import rms_norm
 from goldenkv.ops.rope import rotate
 from goldenkv.state import cells
 from goldenkv.text import byte_tokens
-
-# %% [markdown]
-# The prompt is a text that comes with every Python and never changes. A byte is a token.
-
-# %%
-import this
 
 # %%
 config = replace(bench(), num_hidden_layers=3, compress_ratios=(0, 4, 128), index_topk=16)

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from goldenkv.config import Numerics, micro, tiny
 from goldenkv.engine import Engine, Sequence
 from goldenkv.model.weights import Model
 from goldenkv.state import IncompleteSnapshot, Rows, Snapshot, cells, compare
+from goldenkv.state import pool as pools
 
 SMALL = Numerics(tile=8, index_block=8, key_block=8)
 SETUPS = {
@@ -31,8 +34,6 @@ SETUPS = {
     "bfloat16": (micro(), replace(SMALL, dtype="bfloat16")),
     "quantised": (micro(), replace(SMALL, fake_quantisation=True)),
     "tiny": (tiny(), Numerics(tile=32, index_block=32, key_block=4)),
-    # Every visible entry is selected, so an entry that is wrong cannot hide by not being chosen.
-    "all selected": (replace(micro(), index_topk=16), SMALL),
 }
 # The first place gives the expected bits. The others have other slots, pages and lengths, and NaN in what
 # nothing has written: state that is not minimal, or not complete, would show it.
@@ -150,7 +151,7 @@ def trips(lengths: list[int]) -> st.SearchStrategy[Trip]:
 
 
 def check(name: str, place: int, trip: Trip, folder: Path) -> None:
-    """Restores over stale rows, once or again and again, and goes on; nothing may differ from the cold run."""
+    """Restores over stale rows, once or twice, and goes on; nothing may differ from the cold run."""
     told, e = story(name, trip.seed, trip.length), engine(name, place)
     for i, length in enumerate(trip.strangers):
         with opened(e) as open_:
@@ -219,6 +220,19 @@ def test_a_restore_leaves_other_live_sequences_alone(seed: int, live: tuple[int,
             e.decode_batch([(seq, one.later[i]) for seq, one in zip(seqs, told, strict=True)])
         for seq, one in zip(seqs, told, strict=True):
             assert not differing(e.rows(seq), one.end)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 12, 45, 64, 129])
+def test_nothing_but_the_live_rows_is_saved_or_needed(length: int) -> None:
+    """With NaN in every other element of the pool the snapshot and the further steps are the same."""
+    told = story("float32", 4, length)
+    e = Engine(model("float32"), *SETUPS["float32"], **PLACES[0])
+    seq = e.open()
+    e.prefill(seq, tokens_of(4, length))
+    poisoned = jax.tree.map(lambda buffer: jnp.full_like(buffer, np.nan), e._pool)
+    e._pool = pools.write_rows(e.config, poisoned, seq.slot, seq.pages, length, e.rows(seq))
+    assert not differing(e.snapshot(seq).rows, told.snapshot.rows)
+    assert not told.continuation(e, seq)
 
 
 SERVE = """
@@ -325,18 +339,15 @@ def test_control_damage_is_found(what: str) -> None:
 
 
 def test_control_entries_and_keys_swapped_together() -> None:
-    """Only the comparison of the state finds this: an entry carries its position, so their order means nothing.
+    """Only the comparison of the state finds this: an entry carries its position, so its place says nothing.
 
     In the CSA layer the same entries are chosen, in the same order of scores. (An HCA layer sums in the order
-    of entries; there the last bits would change.)
+    of entries: there the last bits would change.)
     """
 
     def both(rows: Rows) -> Rows:
-        return {
-            name: r
-            for name, r in (swapped("entries")(rows) | swapped("index_keys")(rows)).items()
-            if ".1." in name
-        }
+        moved = swapped("entries")(rows) | swapped("index_keys")(rows)
+        return {name: r for name, r in moved.items() if name.startswith("layers.1.")}
 
     at_once, later = damaged("float32", both)
     assert at_once == {"layers.1.entries", "layers.1.index_keys"}
@@ -357,37 +368,40 @@ NAMES = [cell.name for cell in cells(micro())]
 
 @pytest.mark.parametrize("cell", NAMES)
 def test_control_one_bit_of_a_component(cell: str) -> None:
-    """The lowest bit of one channel: the comparison finds that row, and no other."""
+    """The comparison finds it at once. Whether a logit shows it depends on the bit.
 
-    def flip(rows: Rows) -> Rows:
-        changed = rows[cell].copy()
-        changed.view(np.uint32)[0, 0] ^= 1
-        return {cell: changed}
+    The highest bit of the exponent reaches the logits from every component. The lowest bit often does not in
+    these steps: a sum rounds it away, or the indexer chooses the same entries all the same. So watching the
+    logits is no substitute for checksums.
+    """
 
-    at_once, _ = damaged("float32", flip)
+    def flip(bit: int) -> Callable[[Rows], Rows]:
+        def change(rows: Rows) -> Rows:
+            changed = rows[cell].copy()
+            changed.view(np.uint32)[0, 0] ^= np.uint32(1 << bit)
+            return {cell: changed}
+
+        return change
+
+    at_once, _ = damaged("float32", flip(0))
     assert at_once == {cell}
+    at_once, later = damaged("float32", flip(30))
+    assert at_once == {cell}
+    assert "logits" in later
 
 
 @pytest.mark.parametrize("cell", NAMES)
 def test_minimal_every_row_of_a_component_matters(cell: str) -> None:
     """Zeroing any one row changes a later logit: nothing that is kept is spare.
 
-    Entries are tried where all of them are selected. Index keys only choose: each is tried over several
-    continuations until the choice is another. Rows of the indexer's compressor likewise, through the key that
-    they end in: for them the next key must differ, which the key's own trial carries to the logits.
+    Where the indexer has a say, an entry or a key shows only once it is chosen or not chosen for it, so each
+    is tried over several endings.
     """
-    name = "float32" if "index" in cell else "all selected"
-    through_keys = ".index_rows" in cell or ".index_overlap" in cell
-    for row in range(len(story(name, 0, LENGTH).snapshot.rows[cell])):
+    for row in range(len(story("float32", 0, LENGTH).snapshot.rows[cell])):
 
         def zero(rows: Rows, row: int = row) -> Rows:
             changed = rows[cell].copy()
             changed[row] = 0
             return {cell: changed}
 
-        for ending in range(40):
-            later = damaged(name, zero, ending)[1]
-            if "logits" in later or (through_keys and "layers.1.index_keys" in later):
-                break
-        else:
-            pytest.fail(f"row {row} of {cell} changes nothing")
+        assert any("logits" in damaged("float32", zero, ending)[1] for ending in range(50)), f"row {row}"

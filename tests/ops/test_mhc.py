@@ -159,17 +159,18 @@ def test_the_sum_of_streams_is_kept() -> None:
 
 
 def test_head_collapse_equals_float64() -> None:
-    streams = normal(23, T, S, D)
+    streams, eps = normal(23, T, S, D), 0.01  # large, so that leaving it out shows
     weight, base, scale = normal(24, S * D, S) * np.float32(0.1), normal(25, S), np.float32([1.3])
-    got = mhc.head_collapse(*(jnp.asarray(x) for x in (streams, weight, base, scale)), eps=EPS, norm_eps=EPS)
+    given = (jnp.asarray(x) for x in (streams, weight, base, scale))
+    got = mhc.head_collapse(*given, eps=eps, norm_eps=EPS)
     wide = streams.astype(np.float64)
     flat = wide.reshape(T, -1)
     mixes = flat / np.sqrt(np.mean(flat**2, axis=1, keepdims=True) + EPS) @ weight
-    shares = sigmoid(mixes * 1.3 + base) + EPS
+    shares = sigmoid(mixes * 1.3 + base) + eps
     expected = np.einsum("ts,tsd->td", shares, wide)
     np.testing.assert_allclose(got, expected, rtol=0, atol=STREAM * np.max(np.abs(expected)))
-    mean = wide.mean(axis=1)
-    assert np.max(np.abs(mean - np.asarray(got))) > 0.1
+    for mutant in (wide.mean(axis=1), np.einsum("ts,tsd->td", shares - eps, wide)):
+        assert np.max(np.abs(mutant - np.asarray(got))) > 1000 * STREAM * np.max(np.abs(expected))
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:

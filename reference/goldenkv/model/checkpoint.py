@@ -36,9 +36,9 @@ class _As(enum.Enum):
     SAME = "as here"
     MATRIX = "the last two axes swapped"
     GROUPED = "one matrix, in which the groups follow each other"
-    EXPERTS = "the last two axes swapped; published: one tensor an expert"
-    GATE = "as EXPERTS; transformers: the first half of a tensor shared with UP"
-    UP = "as EXPERTS; transformers: the second half of a tensor shared with GATE"
+    EXPERTS = "[expert, inputs, outputs] here, outputs before inputs there; published: one tensor an expert"
+    GATE = "as EXPERTS, but [inputs, expert, outputs] here; transformers: first half of a tensor with UP"
+    UP = "as GATE; transformers: the second half"
 
 
 _Row = tuple[str, str, str, _As]
@@ -110,34 +110,40 @@ _QUANTISED = ("F4", "F6", "F8", "I4", "I8", "U8")
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor of the file (or `part` of one) and the elements `index` of a parameter that it holds."""
+    """A tensor of the file (or `part` of one) and the elements of a parameter that it holds.
+
+    `axes` puts the parameter's axes in the order of the file; `index` then chooses along the first.
+    """
 
     tensor: str
     shape: tuple[int, ...]
-    transposed: bool = True
+    axes: tuple[int, ...]
     part: tuple[slice, ...] = ()
     index: int | EllipsisType = ...
 
     def view(self, parameter: np.ndarray) -> np.ndarray:
         """The elements of `parameter`, with the axes in the order of the file."""
-        chosen = parameter[self.index]
-        return np.swapaxes(chosen, -1, -2) if self.transposed else chosen
+        return np.transpose(parameter, self.axes)[self.index]
 
 
 def _pieces(name: str, how: _As, shape: tuple[int, ...]) -> list[_Piece]:
     """Where a parameter of `shape` lies."""
-    if how is _As.SAME:
-        return [_Piece(name, shape, transposed=False)]
-    if how is _As.GROUPED:
-        groups, inputs, rank = shape
-        return [_Piece(name, (groups * rank, inputs))]
-    *experts, inputs, outputs = shape
+    match how:
+        case _As.SAME:
+            return [_Piece(name, shape, tuple(range(len(shape))))]
+        case _As.MATRIX:
+            return [_Piece(name, shape[::-1], (1, 0))]
+        case _As.GROUPED:
+            groups, inputs, rank = shape
+            return [_Piece(name, (groups * rank, inputs), (0, 2, 1))]
+    axes = (0, 2, 1) if how is _As.EXPERTS else (1, 2, 0)
+    experts, outputs, inputs = (shape[axis] for axis in axes)
     if "{expert}" in name:
-        return [_Piece(name.format(expert=e), (outputs, inputs), index=e) for e in range(experts[0])]
-    if how in (_As.GATE, _As.UP):
-        half = slice(0, outputs) if how is _As.GATE else slice(outputs, 2 * outputs)
-        return [_Piece(name, (*experts, 2 * outputs, inputs), part=(slice(None), half))]
-    return [_Piece(name, (*experts, outputs, inputs))]
+        return [_Piece(name.format(expert=e), (outputs, inputs), axes, index=e) for e in range(experts)]
+    if how is _As.EXPERTS:
+        return [_Piece(name, (experts, outputs, inputs), axes)]
+    half = slice(0, outputs) if how is _As.GATE else slice(outputs, 2 * outputs)
+    return [_Piece(name, (experts, 2 * outputs, inputs), axes, part=(slice(None), half))]
 
 
 def _parameters(model: Model, names: str) -> Iterator[tuple[nnx.Variable, list[_Piece]]]:

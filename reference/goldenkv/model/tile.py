@@ -137,7 +137,7 @@ def _moe(m: w.Moe, x: Float[Array, "t i"], tokens: Int32[Array, " t"], at: Place
     scale, normalise = config.routed_scaling_factor, config.norm_topk_prob
     weights = moe.routing_weights(scores, chosen, scale, normalise=normalise)
     routed = moe.experts(x, weights, m.gate[...], m.up[...], m.down[...], config.swiglu_limit)
-    shared = (m.shared_gate[...][None], m.shared_up[...][None], m.shared_down[...][None])
+    shared = (m.shared_gate[...][:, None], m.shared_up[...][:, None], m.shared_down[...][None])
     ones = jnp.ones((len(x), 1), jnp.float32)
     return (routed + moe.experts(x, ones, *shared, config.swiglu_limit)).astype(x.dtype)
 

@@ -52,8 +52,8 @@ def routing_weights(
 def experts(
     x: Float[Array, "t i"],
     weights: Float32[Array, "t e"],
-    gate: Float[Array, "e i f"],
-    up: Float[Array, "e i f"],
+    gate: Float[Array, "i e f"],
+    up: Float[Array, "i e f"],
     down: Float[Array, "e f i"],
     limit: float,
 ) -> Float32[Array, "t i"]:
@@ -62,11 +62,12 @@ def experts(
     Args:
         x: normalised layer inputs.
         weights: from `routing_weights`; ones for the shared expert.
-        gate, up, down: expert matrices, i hidden and f intermediate channels.
+        gate, up, down: expert matrices, i hidden and f intermediate channels. Hidden channels stand first in
+            `gate` and `up`, so that all experts are one matrix product.
         limit: clamp of the gate (above) and of the linear part (both sides).
     """
 
-    g = jnp.minimum(contract("ti,eif->tef", x, gate), limit)
-    u = jnp.clip(contract("ti,eif->tef", x, up), -limit, limit)
+    g = jnp.minimum(contract("ti,ief->tef", x, gate), limit)
+    u = jnp.clip(contract("ti,ief->tef", x, up), -limit, limit)
     h = jax.nn.silu(g) * u * weights[:, :, None]
     return contract("tef,efi->ti", h.astype(x.dtype), down)

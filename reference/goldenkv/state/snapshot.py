@@ -110,7 +110,8 @@ class Snapshot:
             "components": json.dumps(described, sort_keys=True),
         }
         header["header_xxh3"] = _header_xxh3(header)
-        return safetensors.numpy.save(self.rows, metadata=header)
+        rows = {name: np.ascontiguousarray(r) for name, r in self.rows.items()}  # the writer ignores strides
+        return safetensors.numpy.save(rows, metadata=header)
 
     @staticmethod
     def from_bytes(data: bytes, *, verify: bool = True) -> Snapshot:
