@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -17,20 +16,7 @@ from ..state import pool as pools
 from ..state.fingerprint import fingerprint, weights_digest
 from ..state.pool import Geometry, Rows
 from ..state.snapshot import Snapshot
-
-
-class CapacityError(RuntimeError):
-    """The engine has no free slot, no free page, or the sequence would exceed its maximum length."""
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """What one live sequence owns. Made by `Engine.open` and `Engine.restore`, ended by `Engine.close`."""
-
-    slot: int
-    length: int = 0
-    pages: list[int] = field(default_factory=list)
-    open: bool = True
+from .slots import CapacityError, Sequence, Slots
 
 
 class Engine:
@@ -85,8 +71,7 @@ class Engine:
         leaves, self._structure = jax.tree.flatten(model)
         self._leaves = tuple(leaves)
         self._pool = pools.create_pool(config, self.numerics, self.geometry, fill)
-        self._free_slots = list(range(slots))
-        self._free_pages = list(range(self.geometry.pages))
+        self._slots = Slots(self.geometry, max_length)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -101,28 +86,21 @@ class Engine:
         Raises:
             CapacityError: all slots are taken.
         """
-        if not self._free_slots:
-            raise CapacityError(f"all {self.geometry.slots} slots are taken; close a sequence first")
-        return Sequence(slot=self._free_slots.pop(0))
+        return self._slots.open()
 
     def close(self, seq: Sequence) -> None:
         """Frees the slot and the pages; a second call does nothing."""
-        if seq.open:
-            self._free_slots.append(seq.slot)
-            self._free_pages.extend(seq.pages)
-            seq.open, seq.pages = False, []
+        self._slots.close(seq)
 
-    def _reserve(self, seq: Sequence, length: int) -> None:
-        """Makes room for `length` tokens in all, or raises and changes nothing."""
-        if not seq.open:
-            raise ValueError("the sequence is closed")
-        if length > self.max_length:
-            raise CapacityError(f"{length} tokens exceed {self.max_length=}")
-        need = -(-length // self.geometry.page_size) - len(seq.pages)
-        if need > len(self._free_pages):
-            raise CapacityError(f"{need} pages needed, {len(self._free_pages)} free of {self.geometry.pages}")
-        for _ in range(need):
-            seq.pages.append(self._free_pages.pop(0))
+    @property
+    def free_slots(self) -> int:
+        """Sequences that can still be opened."""
+        return len(self._slots.free_slots)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence owns."""
+        return len(self._slots.free_pages)
 
     # Computing -----------------------------------------------------------------------------------------
 
@@ -153,7 +131,7 @@ class Engine:
         plan = [len(ids)] if chunk_plan is None else list(chunk_plan)
         if sum(plan) != len(ids) or min(plan) < 1:
             raise ValueError(f"chunk_plan must hold positive lengths that sum to {len(ids)}, got {plan}")
-        self._reserve(seq, seq.length + len(ids))
+        self._slots.reserve([(seq, seq.length + len(ids))])
         logits, done = [], 0
         for size in plan:
             for live, tile_logits, _ in self._run(seq, ids[done : done + size], probe=False):
@@ -181,18 +159,7 @@ class Engine:
         if len({id(seq) for seq, _ in work}) != len(work):
             raise ValueError("a sequence appears twice in the batch")
         checked = [(seq, self._checked(tokens)) for seq, tokens in work]
-        short = sum(
-            max(0, -(-(s.length + len(t)) // self.geometry.page_size) - len(s.pages)) for s, t in checked
-        )
-        if short > len(self._free_pages):
-            raise CapacityError(
-                f"{short} pages needed, {len(self._free_pages)} free of {self.geometry.pages}"
-            )
-        for seq, ids in checked:
-            if seq.length + len(ids) > self.max_length:
-                raise CapacityError(f"{seq.length + len(ids)} tokens exceed {self.max_length=}")
-        for seq, ids in checked:
-            self._reserve(seq, seq.length + len(ids))
+        self._slots.reserve([(seq, seq.length + len(ids)) for seq, ids in checked])
         running = {i: self._run(seq, ids, probe=False) for i, (seq, ids) in enumerate(checked)}
         last: dict[int, tuple[slice, jax.Array]] = {}
         while running:
@@ -214,7 +181,7 @@ class Engine:
         It runs a program of its own, so compare its values with tolerances, not bits.
         """
         ids = self._checked(tokens)
-        self._reserve(seq, seq.length + len(ids))
+        self._slots.reserve([(seq, seq.length + len(ids))])
         steps = [
             (np.asarray(logits)[live], jax.tree.map(lambda a, live=live: np.asarray(a)[live], probe))
             for live, logits, probe in self._run(seq, ids, probe=True)
@@ -315,8 +282,7 @@ class Engine:
 
     def rows(self, seq: Sequence) -> Rows:
         """The minimal exact state of a sequence, copied to the host: cell name -> [rows, channels]."""
-        if not seq.open:
-            raise ValueError("the sequence is closed")
+        seq.check_open()
         return pools.read_rows(self.config, self._pool, seq.slot, seq.pages, seq.length)
 
     def snapshot(self, seq: Sequence) -> Snapshot:
@@ -333,7 +299,7 @@ class Engine:
         snapshot.check(self.config, self.numerics, self.fingerprint)
         seq = self.open()
         try:
-            self._reserve(seq, snapshot.length)
+            self._slots.reserve([(seq, snapshot.length)])
         except CapacityError:
             self.close(seq)
             raise

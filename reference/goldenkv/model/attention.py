@@ -168,7 +168,7 @@ def _select(
     counts: Int32[Array, " t"],
     at: Place,
 ) -> Selection:
-    """The entries that each query attends to, by blocks of index keys (equations 13-17)."""
+    """The entries that each query attends to, by blocks of index keys (equations 14-17)."""
     tile, config, block = at.tile, at.config, at.numerics.index_block
     _write_entries(indexer.compressor, x, buffers, "index_rows", "index_keys", _quantise_index, at)
     heads, dim = config.index_n_heads, config.index_head_dim

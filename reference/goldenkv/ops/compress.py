@@ -23,7 +23,7 @@ def compressor_rows(
     position_bias: Float32[Array, "m c"],
     positions: Int[Array, " t"],
 ) -> tuple[Float32[Array, "t c"], Float32[Array, "t c"]]:
-    """The raw rows of tokens: (kv, score), equations 9-10 and 20-21, computed in float32.
+    """The raw rows of tokens: (kv, score), equations 9-10 and 20-21, with the bias of 11 and 22, in float32.
 
     Args:
         x: normalised layer inputs.

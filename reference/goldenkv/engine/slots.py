@@ -1,0 +1,75 @@
+"""Who owns what: slots and pages handed out to live sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+
+from ..state.pool import Geometry
+
+
+class CapacityError(RuntimeError):
+    """No free slot, too few free pages, or a sequence would exceed the maximum length. Nothing has changed."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """What one live sequence owns. Made by `Engine.open` and `Engine.restore`, ended by `Engine.close`."""
+
+    slot: int
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    open: bool = True
+
+    def check_open(self) -> None:
+        """Raises ValueError for a sequence that was closed."""
+        if not self.open:
+            raise ValueError("the sequence is closed")
+
+
+class Slots:
+    """The free slots and pages of a pool.
+
+    Args:
+        geometry: of the pool.
+        max_length: the most tokens of a sequence.
+    """
+
+    def __init__(self, geometry: Geometry, max_length: int) -> None:
+        self._geometry, self._max_length = geometry, max_length
+        self.free_slots = list(range(geometry.slots))
+        self.free_pages = list(range(geometry.pages))
+
+    def open(self) -> Sequence:
+        """A sequence with a slot and no pages yet."""
+        if not self.free_slots:
+            raise CapacityError(f"all {self._geometry.slots} slots are taken; close a sequence first")
+        return Sequence(slot=self.free_slots.pop(0))
+
+    def close(self, seq: Sequence) -> None:
+        """Takes everything back; a second call does nothing."""
+        if seq.open:
+            self.free_slots.append(seq.slot)
+            self.free_pages.extend(seq.pages)
+            seq.open, seq.pages = False, []
+
+    def reserve(self, wanted: Several[tuple[Sequence, int]]) -> None:
+        """Gives each sequence the pages for its length in tokens; for all of them, or for none.
+
+        Raises:
+            ValueError: a sequence is closed.
+            CapacityError: a length exceeds the maximum, or there are too few free pages.
+        """
+        missing = []
+        for seq, length in wanted:
+            seq.check_open()
+            if length > self._max_length:
+                raise CapacityError(f"{length} tokens exceed max_length={self._max_length}")
+            missing.append(max(0, -(-length // self._geometry.page_size) - len(seq.pages)))
+        if sum(missing) > len(self.free_pages):
+            raise CapacityError(
+                f"{sum(missing)} pages needed, {len(self.free_pages)} free of {self._geometry.pages}"
+            )
+        for (seq, _), count in zip(wanted, missing, strict=True):
+            seq.pages += self.free_pages[:count]
+            del self.free_pages[:count]
