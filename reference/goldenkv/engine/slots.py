@@ -9,7 +9,7 @@ from ..state.pool import Geometry
 
 
 class CapacityError(RuntimeError):
-    """No free slot, too few free pages, or a sequence would exceed the maximum length. Nothing has changed."""
+    """No free slot, too few free pages, or a sequence past the maximum length. Nothing has changed."""
 
 
 @dataclass(eq=False, slots=True)
