@@ -370,7 +370,7 @@ def test_a_window_only_model_takes_any_tile() -> None:
 def test_more_draft_layers_than_mtp_layers() -> None:
     """A later Flash checkpoint is reported to have three zeros after its layers and one MTP layer."""
     config = ModelConfig.from_json(FLASH | {"compress_ratios": [*RATIOS, 0, 0]})
-    assert [config.kind(layer) for layer in config.layers] == [flash().kind(layer) for layer in flash().layers]
+    assert list(map(config.kind, config.layers)) == list(map(flash().kind, flash().layers))
 
 
 def test_identity_holds_every_field_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

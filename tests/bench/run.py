@@ -23,6 +23,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+
 from goldenkv.config import ModelConfig, Numerics, bench
 from goldenkv.engine import Engine
 from goldenkv.model.weights import Model

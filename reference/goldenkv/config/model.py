@@ -49,9 +49,10 @@ class Yarn:
 class ModelConfig:
     """Shape and constants of a DeepSeek-V4 model, under the key names of its published `config.json`.
 
-    `compress_ratios` has an entry for each of the `num_hidden_layers` layers, then one for each MTP layer
-    and, in later checkpoints, for other draft layers; these are 0. In the layers 0 is a window-only layer, 4 is CSA, anything else is HCA with that ratio. `extra` keeps every key of the
-    file that this class does not read, as sorted (key, JSON text) pairs.
+    `compress_ratios` has an entry for each of the `num_hidden_layers` layers: 0 is a window-only layer, 4 is
+    CSA, anything else is HCA with that ratio. Then follow zeros, one for each MTP layer and, in later
+    checkpoints, for other draft layers. `extra` keeps every key of the file that this class does not read,
+    as sorted (key, JSON text) pairs.
     """
 
     vocab_size: int
@@ -192,7 +193,7 @@ def _check(c: ModelConfig) -> None:
     count, mtp = len(c.compress_ratios), c.compress_ratios[c.num_hidden_layers :]
     need(
         count >= c.num_hidden_layers + c.num_nextn_predict_layers,  # later checkpoints add draft layers
-        f"compress_ratios has {count} entries, fewer than {{num_hidden_layers}} + {{num_nextn_predict_layers}}",
+        f"compress_ratios has {count} entries for {{num_hidden_layers}} and {{num_nextn_predict_layers}}",
     )
     need(not any(mtp), f"the MTP entries of compress_ratios must be 0 (window only), got {mtp}")
     hca = {r for r in c.compress_ratios if r not in (0, CSA_RATIO)}
