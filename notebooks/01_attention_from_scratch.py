@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from goldenkv import figures
-from goldenkv.config import Numerics, bench, flash
+from goldenkv.config import Numerics, bench, flash, pro
 from goldenkv.engine import Engine
 from goldenkv.model.attention import layer_frequencies
 from goldenkv.model.weights import Model
@@ -248,7 +248,10 @@ sequence = engine.open()
 logits, probe = engine.prefill_probed(sequence, tokens)
 rows = engine.rows(sequence)  # what the engine remembers after the prompt
 print("logits:", logits.shape)
-print({name: value.shape for name, value in rows.items() if name.startswith(f"layers.{CSA}.")})
+print("\nwhat the CSA layer remembers:")
+for name, value in rows.items():
+    if name.startswith(f"layers.{CSA}."):
+        print(f"  {name:<29} {len(value):>3} rows of {value.shape[1]}")
 
 
 # %%
@@ -294,16 +297,16 @@ entry_a, entry_b = 40, 41
 figure = figures.pooling_weights_figure(
     [
         (
-            f"CSA entry {entry_a}",
+            f"CSA entry {entry_a}: blocks {entry_a - 1} and {entry_a}",
             np.asarray(csa_weight[entry_a - 1]),
             np.arange(4 * entry_a - 4, 4 * entry_a + 4),
         ),
         (
-            f"CSA entry {entry_b}",
+            f"CSA entry {entry_b}: blocks {entry_b - 1} and {entry_b}",
             np.asarray(csa_weight[entry_b - 1]),
             np.arange(4 * entry_b - 4, 4 * entry_b + 4),
         ),
-        ("HCA entry 2", np.asarray(hca_weight[2]), np.arange(256, 384)),
+        ("HCA entry 2: block 2", np.asarray(hca_weight[2]), np.arange(256, 384)),
     ]
 )
 
@@ -376,7 +379,7 @@ figure = figures.reach_figure(
 # attention of its own chooses them, the **lightning indexer**: it has its own queries, its own compressed keys
 # and a weight for each of its heads. Score of entry w = sum over heads of weight * ReLU(query . key).
 #
-# Here k is 16 (the published models have 512 and 1024). The probe holds the indexer's queries and weights and
+# The probe holds the indexer's queries and weights and
 # what was selected; the keys are part of the engine's state.
 
 # %%
@@ -397,6 +400,7 @@ def as_mask(selected):
 
 chosen = as_mask(probe.selected[CSA])
 agreement = (as_mask(ours) == chosen).mean()
+print(f"k is {config.index_topk} here, {flash().index_topk} and {pro().index_topk} in the published models")
 print(f"entries visible to the last query:  {count[-1]}")
 print(f"entries selected by the last query: {chosen[-1].sum()}")
 print(f"selections that agree with the engine's: {agreement:.1%}")
@@ -501,6 +505,10 @@ for name, share in divided.items():
     print(
         f"{name}, last query, mean over heads: window {parts[0]:.0%}, entries {parts[1]:.0%}, sink {parts[2]:.1%}"
     )
+for name, seen in {"CSA": config.index_topk, "HCA": len(hca_entries)}.items():
+    print(
+        f"{name} layer, last query: entries are {seen / (seen + config.sliding_window):.0%} of the rows it sees"
+    )
 print(f"CSA layer, first query, mean over heads: sink {divided['CSA layer'][0, :, 2].mean():.0%}")
 
 # %%
@@ -549,13 +557,7 @@ print(f"\nall layers: {per_token:,.0f} bytes a token; a KV row a token in every 
 
 # %%
 lengths = 2 ** np.arange(7, 21)
-exact = [
-    sum(
-        int(np.prod(c.shape(published, int(n)))) // c.shape(published, int(n))[1] * row_bytes(c)
-        for c in cells(published)
-    )
-    for n in lengths
-]
+exact = [sum(len(c.live(published, int(n))) * row_bytes(c) for c in cells(published)) for n in lengths]
 textbook_bytes = 2 * published.num_attention_heads * uncompressed
 figure = figures.state_bytes_figure(
     lengths.tolist(),
@@ -570,8 +572,7 @@ print(
 )
 
 # %% [markdown]
-# The lowest curve starts flat: a short text needs the fixed part only. (With FP8 rows, as in production, it
-# halves again.)
+# The lowest curve starts flat: for a short text the fixed part is nearly all.
 #
 # ## 10. Use it as your golden reference
 #

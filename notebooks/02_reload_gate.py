@@ -171,7 +171,9 @@ def first(flags):
 
 
 def table(damages, title):
-    print(f"{title}\n{'lost in all layers':<21} {'rows':>5}  {'entry wrong':<12} {'logits wrong':<13} largest error")
+    print(
+        f"{title}\n{'lost in all layers':<21} {'rows':>5}  {'entry wrong':<12} {'logits wrong':<13} largest error"
+    )
     for name, d in damages.items():
         error = f"{d.error.max():.2f}" if d.lost else ""
         print(f"{name:<21} {d.lost:>5}  {first(d.entries.any(0)):<12} {first(d.logits):<13} {error:>13}")

@@ -108,10 +108,9 @@ def test_plain_safetensors_readers_open_it(tmp_path: Path) -> None:
         snapshot(45, dtype).save(path, CONFIG)
         with safetensors.safe_open(path, "numpy") as file:
             assert set(file.keys()) == {cell.name for cell in cells(CONFIG)}
-            assert compare(
-                {name: file.get_tensor(name) for name in file.keys()}, snapshot(45, dtype).rows
-            ).same
+            stored = {cell.name: file.get_tensor(cell.name) for cell in cells(CONFIG)}
             about = file.metadata()
+        assert compare(stored, snapshot(45, dtype).rows).same
         assert (about["format"], about["version"], about["length"]) == ("goldenkv-snapshot", "1", "45")
         assert about["fingerprint"] == engine(dtype).fingerprint
         for cell in cells(CONFIG):
@@ -161,9 +160,7 @@ def test_not_a_snapshot(file: bytes) -> None:
         Snapshot.from_bytes(file)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"format": "other"}, {"version": "2"}, {"version": "1.0"}, {"version": ""}]
-)
+@pytest.mark.parametrize("fields", [{"format": "other"}, {"version": "2"}, {"version": "1.0"}])
 @pytest.mark.parametrize("sign", [False, True])
 def test_another_format_or_version(fields: dict[str, str], sign: bool) -> None:
     """Named before its checksum is: a later version may compute that in another way."""
@@ -200,10 +197,8 @@ def test_a_flipped_bit_of_a_component(cell: str, dtype: str) -> None:
     file, taken = data(45, dtype), snapshot(45, dtype)
     end = header_size(file)
     start, stop = json.loads(file[8:end])[cell]["data_offsets"]
-    for bit in (8 * (end + start), 8 * (end + start + stop) // 2 // 8 * 8 + 5, 8 * (end + stop) - 1):
-        bad = flipped(file, bit)
-        if not end + start <= bit // 8 < end + stop:
-            continue
+    for byte, bit in ((start, 0), ((start + stop) // 2, 5), (stop - 1, 7)):
+        bad = flipped(file, 8 * (end + byte) + bit)
         with pytest.raises(CorruptSnapshot, match=cell):
             Snapshot.from_bytes(bad)
         unverified = Snapshot.from_bytes(bad, verify=False)
@@ -252,9 +247,7 @@ def test_payloads_of_two_components_exchanged() -> None:
     spans = json.loads(file[8:end])
     (a, b), (c, d) = (spans[f"layers.1.overlap_{name}"]["data_offsets"] for name in ("kv", "score"))
     file[end + a : end + b], file[end + c : end + d] = file[end + c : end + d], file[end + a : end + b]
-    with pytest.raises(
-        CorruptSnapshot, match="overlap_kv, layers.1.overlap_score|overlap_score, layers.1.overlap_kv"
-    ):
+    with pytest.raises(CorruptSnapshot, match=r"in layers\.1\.overlap_\w+, layers\.1\.overlap_\w+:"):
         Snapshot.from_bytes(bytes(file))
 
 
@@ -327,8 +320,8 @@ def test_a_signed_header_that_contradicts_itself(change: Callable[[dict], None])
 # Restores that must fail ----------------------------------------------------------------------------------
 
 
-def free(e: Engine) -> tuple[list[int], list[int]]:
-    return sorted(e._free_slots), sorted(e._free_pages)
+def free(e: Engine) -> tuple[int, int]:
+    return e.free_slots, e.free_pages
 
 
 def refused(bad: Snapshot, error: type[Exception], match: str, dtype: str = "float32") -> None:
@@ -392,7 +385,7 @@ def test_components_of_another_length_or_layer() -> None:
 def test_too_long_or_no_room() -> None:
     small = Engine(Model(CONFIG, SMALL), CONFIG, SMALL, slots=2, max_length=64, pages=11)
     before = free(small)
-    with pytest.raises(CapacityError, match=r"65 tokens exceed self.max_length=64"):
+    with pytest.raises(CapacityError, match="65 tokens exceed"):
         small.restore(snapshot(65))
     assert free(small) == before
     first = small.restore(snapshot())

@@ -143,7 +143,7 @@ def test_a_query_that_sees_nothing_returns_zero() -> None:
     got = np.asarray(attend.hca_attention(**device(x)))
     np.testing.assert_array_equal(bits(got[2]), np.zeros((HEADS, D), np.uint32))
     assert np.isfinite(got).all()
-    for sink in (-1e9, 0.0, 300.0):
+    for sink in (-np.inf, -1e9, 0.0, 300.0):
         empty = attend.finish(attend.start(T, HEADS, D), jnp.full(HEADS, sink))
         np.testing.assert_array_equal(bits(empty), np.zeros((T, HEADS, D), np.uint32))
 

@@ -64,9 +64,15 @@ def bare(axes: Axes) -> None:
         side.set_visible(False)
 
 
-def legend(figure: Figure, colours: dict[str, str]) -> None:
-    """A legend of coloured squares below the picture."""
+def legend(figure: Figure, colours: dict[str, str], dot: str | None = None) -> None:
+    """A legend of coloured squares below the picture, and of the black dot where there is one."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    squares = [Patch(facecolor=c, edgecolor="#888888", linewidth=0.5, label=n) for n, c in colours.items()]
-    figure.legend(handles=squares, loc="outside lower center", ncols=len(squares), frameon=False, fontsize=9)
+    handles: list[Any] = [
+        Patch(facecolor=colour, edgecolor="#888888", linewidth=0.5, label=name)
+        for name, colour in colours.items()
+    ]
+    if dot is not None:
+        handles.append(Line2D([], [], linestyle="", marker="o", color="black", markersize=5, label=dot))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

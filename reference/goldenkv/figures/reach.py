@@ -71,8 +71,7 @@ def reach_figure(panels: Sequence[Reach], labels: Sequence[str] | None = None) -
     )
     for axes, panel in zip(grid[0], panels, strict=True):
         queries, tokens = panel.window.shape
-        past = np.tri(queries, tokens, tokens - queries, dtype=bool)
-        code = np.where(past, 1, 0)
+        code = np.where(_past(panel), 1, 0)
         code[panel.window] = 2
         code[panel.entries] = 3
         code[panel.window & panel.entries] = 4
@@ -88,7 +87,9 @@ def reach_figure(panels: Sequence[Reach], labels: Sequence[str] | None = None) -
     names = {"window": WINDOW}
     if any(panel.entries.any() for panel in panels):
         names |= {"entry": ENTRY, "window and entry": BOTH}
-    legend(figure, names | {"past, not reached": PAST, "future": FUTURE})
+    if any((_past(panel) & ~panel.window & ~panel.entries).any() for panel in panels):
+        names |= {"past, not reached": PAST}
+    legend(figure, names | {"future": FUTURE})
     return figure
 
 
@@ -103,7 +104,7 @@ def pooled_figure(panels: Sequence[Pooled]) -> Figure:
         entries, tokens = code.shape
         for edge in range(1, entries):
             axes.axhline(edge - 0.5, color="white", linewidth=1.5)
-        axes.plot(panel.positions, range(entries), "o", color="black", markersize=5)
+        axes.plot(panel.positions, range(entries), "o", color="black", markersize=5, clip_on=False)
         if entries < 12:
             axes.set_yticks(range(entries))
         if tokens <= 32:
@@ -116,10 +117,14 @@ def pooled_figure(panels: Sequence[Pooled]) -> Figure:
     names = {
         "as the earlier block (first half of the channels)": WINDOW,
         "as the own block": ENTRY,
-        "position of the entry's RoPE": "black",
     }
-    legend(figure, names)
+    legend(figure, names, dot="position of the entry's RoPE")
     return figure
+
+
+def _past(panel: Reach) -> np.ndarray:
+    queries, tokens = panel.window.shape
+    return np.tri(queries, tokens, tokens - queries, dtype=bool)
 
 
 def _token_ticks(axes: Axes, labels: Sequence[str], queries: int) -> None:

@@ -19,17 +19,22 @@ def pooling_weights_figure(panels: Sequence[tuple[str, np.ndarray, np.ndarray]])
     Args:
         panels: (title, weights [rows, channels], positions of the rows).
     """
+    from matplotlib.colors import PowerNorm
+
     figure, grid = pyplot().subplots(
         1, len(panels), figsize=(3.6 * len(panels), 3.9), layout="constrained", squeeze=False
     )
     for axes, (title, weights, positions) in zip(grid[0], panels, strict=True):
-        picture = axes.imshow(weights, aspect="auto", cmap="magma", vmin=0, interpolation="nearest")
+        scale = PowerNorm(0.5, vmin=0, vmax=weights.max())  # small weights stay visible
+        picture = axes.imshow(weights, aspect="auto", cmap="magma", norm=scale, interpolation="nearest")
         bare(axes)
         step = 1 if len(positions) <= 8 else 16
         axes.set_yticks(range(0, len(positions), step), [str(p) for p in positions[::step]])
         axes.set_xlabel("channel", fontsize=9)
         axes.set_ylabel("token", fontsize=9)
         axes.set_title(title, fontsize=10)
+        if len(positions) <= 8:  # two blocks
+            axes.axhline(len(positions) / 2 - 0.5, color="white", linewidth=1.5)
         bar = figure.colorbar(picture, ax=axes, shrink=0.8)
         bar.ax.tick_params(labelsize=8)
     return figure

@@ -95,13 +95,14 @@ def _fold(
 def finish(state: Softmax, sinks: Float[Array, " h"]) -> Float32[Array, "t h d"]:
     """Divides by the denominator, to which each head's sink adds exp(sink) and nothing else.
 
-    A query that saw no key returns 0.
+    A query that saw no key returns 0. A sink of -inf is no sink.
     """
     sinks = sinks.astype(jnp.float32)
     peak = jnp.maximum(state.peak, sinks)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     shrink = jnp.exp(state.peak - peak)
     total = state.total * shrink + jnp.exp(sinks - peak)
-    return state.output * (shrink / total)[:, :, None]
+    return state.output * (shrink / jnp.where(total == 0.0, 1.0, total))[:, :, None]
 
 
 @typed

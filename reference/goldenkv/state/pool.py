@@ -122,7 +122,7 @@ def write_ring(
 ) -> Float[Array, "slots ring c"]:
     """Writes the live rows at their absolute positions."""
     index = jnp.where(live, positions % ring.shape[1], ring.shape[1])
-    return ring.at[slot, index].set(rows.astype(ring.dtype), mode="drop", unique_indices=False)
+    return ring.at[slot, index].set(rows.astype(ring.dtype), mode="drop")
 
 
 @typed
@@ -166,7 +166,7 @@ def _scatter_pages(pool: Pool, pages: jax.Array, rows: dict[str, jax.Array], *, 
     for cell in cells(config):
         if cell.component.paged:
             buffer = out[cell.layer][cell.component.buffer]
-            out[cell.layer][cell.component.buffer] = buffer.at[pages].set(rows[cell.name], mode="drop")
+            out[cell.layer][cell.component.buffer] = _set_bits(buffer, (pages,), rows[cell.name])
     return out
 
 
@@ -202,10 +202,16 @@ def _scatter_boundary(
                 step < counts[cell.name], (starts[cell.name] + step) % ring.shape[1], ring.shape[1]
             )
             width = cell.component.channels(config, cell.layer)
-            out[cell.layer][cell.component.buffer] = ring.at[slot, at, :width].set(
-                rows[cell.name], mode="drop"
-            )
+            index = (slot, at, slice(width))
+            out[cell.layer][cell.component.buffer] = _set_bits(ring, index, rows[cell.name])
     return out
+
+
+def _set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
+    """Sets rows, dropping those out of range, as bits: setting floats rewrites the payload of a bfloat16 NaN."""
+    bits = jnp.dtype(f"uint{8 * buffer.dtype.itemsize}")
+    new = lax.bitcast_convert_type(buffer, bits).at[index].set(lax.bitcast_convert_type(rows, bits), mode="drop")
+    return lax.bitcast_convert_type(new, buffer.dtype)
 
 
 def read_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], length: int) -> Rows:

@@ -143,7 +143,7 @@ class Snapshot:
                     raise CorruptSnapshot(f"{name} is stored as {tensor}, its description says otherwise")
             if described.keys() != rows.keys():
                 raise CorruptSnapshot(f"described but not stored: {sorted(described.keys() - rows.keys())}")
-            bad = [name for name, value in rows.items() if described[name]["xxh3"] != _xxh3(value)]
+            bad = [name for name, value in rows.items() if described[name].get("xxh3") != _xxh3(value)]
             if bad:
                 raise CorruptSnapshot(f"wrong bytes in {', '.join(bad)}: they differ from their checksum")
         return Snapshot(fingerprint, length, rows)
