@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import LayerKind, ModelConfig
 from ..state import Cell, cells
-from .base import ENTRY, WINDOW, pyplot
+from .base import DIFFERENT, ENTRY, WINDOW, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,31 +62,27 @@ def live_rows_figure(config: ModelConfig, length: int, *, zoom: int = 16) -> Fig
 
 def live_counts_figure(config: ModelConfig, lengths: Sequence[int]) -> Figure:
     """How many rows of every boundary component are live at each length, for one layer of each kind."""
-    lines: dict[str, list[int]] = {}
+    lines: dict[tuple[int, ...], list[Cell]] = {}  # equal lines are drawn once
     for cell in _one_layer_each(config):
         if not cell.component.paged:
-            counts = [len(cell.live(config, length)) for length in lengths]
-            kind = config.kind(cell.layer).name
-            same = next((name for name, found in lines.items() if found == counts), None)
-            label = f"{kind} {cell.component.name}"
-            if same is not None:  # draw equal lines once
-                lines[f"{same}, {label}"] = lines.pop(same)
-            else:
-                lines[label] = counts
+            counts = tuple(len(cell.live(config, length)) for length in lengths)
+            lines.setdefault(counts, []).append(cell)
     figure, grid = pyplot().subplots(
-        len(lines), 1, figsize=(9, 1.25 * len(lines) + 0.3), layout="constrained", sharex=True
+        len(lines), 1, figsize=(9, 1.1 * len(lines) + 0.5), layout="constrained", sharex=True
     )
-    for axes, (label, counts) in zip(grid, lines.items(), strict=True):
-        axes.fill_between(lengths, counts, step="post", color=_BOUNDARY)
+    for axes, (counts, found) in zip(grid, lines.items(), strict=True):
+        axes.fill_between(lengths, counts, step="mid", color=_BOUNDARY)
         empty = [length for length, count in zip(lengths, counts, strict=True) if count == 0]
-        axes.plot(empty, np.zeros(len(empty)), ".", color="#b3261e", markersize=4, clip_on=False)
+        axes.plot(empty, np.zeros(len(empty)), ".", color=DIFFERENT, markersize=4)
         _plain(axes)
-        axes.set_title(label, fontsize=8.5, loc="left")
-        axes.set_ylim(0, max(counts) * 1.05)
+        names = dict.fromkeys(cell.component.name for cell in found)
+        kinds = dict.fromkeys(config.kind(cell.layer).name for cell in found)
+        axes.set_title(f"{', '.join(names)} ({', '.join(kinds)})", fontsize=9, loc="left")
+        axes.set_ylim(-0.06 * max(counts), 1.06 * max(counts))
         axes.set_yticks([0, max(counts)])
     grid[-1].set_xlim(lengths[0], lengths[-1])
     grid[-1].set_xticks(range(lengths[0], lengths[-1] + 1, 32))
-    grid[-1].set_xlabel("length of the sequence (red dots: the component is empty)", fontsize=9)
+    grid[-1].set_xlabel("length of the sequence (red dots: nothing is live)", fontsize=9)
     figure.supylabel("live rows", fontsize=9)
     return figure
 

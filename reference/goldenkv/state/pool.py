@@ -208,10 +208,10 @@ def _scatter_boundary(
 
 
 def _set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
-    """Sets rows, dropping those out of range, as bits: setting floats rewrites the payload of a bfloat16 NaN."""
-    bits = jnp.dtype(f"uint{8 * buffer.dtype.itemsize}")
-    new = lax.bitcast_convert_type(buffer, bits).at[index].set(lax.bitcast_convert_type(rows, bits), mode="drop")
-    return lax.bitcast_convert_type(new, buffer.dtype)
+    """Sets rows as bits, dropping those out of range: setting floats rewrites payloads of bfloat16 NaN."""
+    unsigned = jnp.dtype(f"uint{8 * buffer.dtype.itemsize}")
+    bits, new = (lax.bitcast_convert_type(array, unsigned) for array in (buffer, rows))
+    return lax.bitcast_convert_type(bits.at[index].set(new, mode="drop"), buffer.dtype)
 
 
 def read_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], length: int) -> Rows:
