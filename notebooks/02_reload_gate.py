@@ -30,7 +30,7 @@ source = ModelSource(seed=0)  # six layers with random weights
 config, model = loaded = source.load()
 text = byte_tokens(codecs.decode(this.s, "rot13"), config.vocab_size)
 
-LENGTH, ALIGNED = 762, 640  # in the middle of all blocks; at the end of all blocks
+LENGTH, ALIGNED = 634, 512  # in the middle of all blocks; at the end of all blocks
 prompt = text[:LENGTH]
 print("layers:", ", ".join(f"{layer} {config.kind(layer).name}" for layer in config.layers))
 print(f"prompt: {LENGTH} tokens = {LENGTH // 128} x 128 + {LENGTH % 128};  {LENGTH} mod 4 = {LENGTH % 4}")
@@ -63,7 +63,7 @@ figure = figures.live_rows_figure(config, LENGTH)
 figure = figures.live_counts_figure(config, range(384, 641))
 
 # %% [markdown]
-# At which lengths is a component empty? (From 128 tokens on; before that the window is still filling.)
+# At which lengths is a component empty? (From 128 tokens on: before that there is no HCA entry yet.)
 
 
 # %%
@@ -119,6 +119,7 @@ figure = figures.gate_figure(results)
 
 # %% [markdown]
 # "One bit flipped" is not in the picture: the checksum in the snapshot's file caught it before anything ran.
+# Without the checksum it is the thin red line at the left of `entries`: one row, one wrong bit.
 #
 # ## 3. What each missing piece corrupts
 #
@@ -159,10 +160,22 @@ figure = figures.damage_figure(config, aligned, f"{ALIGNED} tokens: at the end o
 
 # %% [markdown]
 # How to read them: take the line of a lost cell and go right. Up to and including its own layer, the rows of new
-# tokens are equal. Damage only travels to later layers, and from there to the logits.
+# tokens are equal: damage only travels to later layers, and from there to the logits.
+#
+# - A lost **window**, **entries** or **index keys** show at the first step.
+# - Lost **rows** do nothing until their block ends. Then one wrong entry is made (orange) and everything after
+#   it may be wrong. For HCA that can be 127 steps later.
+# - A lost **overlap** does nothing until the *next* block ends. It is needed at a multiple of 128 as well, where
+#   the rows are empty.
+# - Orange at a step where the logits are green: the state is wrong, but no query has selected the wrong entry
+#   yet. *Equal logits do not mean equal state.*
 
 # %%
 figure = figures.error_figure({f"{LENGTH} tokens": middle, f"{ALIGNED} tokens": aligned})
+
+# %% [markdown]
+# Small errors are the dangerous ones: they pass for rounding. Here are the same numbers in words: each component
+# lost in all of its layers at once.
 
 
 # %%
@@ -175,12 +188,93 @@ def table(damages, title):
         f"{title}\n{'lost in all layers':<21} {'rows':>5}  {'entry wrong':<12} {'logits wrong':<13} largest error"
     )
     for name, d in damages.items():
-        error = f"{d.error.max():.2f}" if d.lost else ""
+        error = f"{d.error.max():.1g}" if d.lost else "-"
         print(f"{name:<21} {d.lost:>5}  {first(d.entries.any(0)):<12} {first(d.logits):<13} {error:>13}")
 
 
 together_middle = knock_out(gate.engine, gate.snapshot, gate.decoded, each_component(config))
 together_aligned = knock_out(gate.engine, aligned_snapshot, following, each_component(config))
-table(together_middle, f"{LENGTH} tokens")
+table(
+    together_middle,
+    f"{LENGTH} tokens: the CSA block ends at step {4 - LENGTH % 4}, the HCA block at step {128 - LENGTH % 128}",
+)
 print()
-table(together_aligned, f"{ALIGNED} tokens")
+table(
+    together_aligned, f"{ALIGNED} tokens: the next CSA block ends at step 4, the next HCA block at step 128"
+)
+
+# %%
+alone = [d for d in (*middle.values(), *aligned.values()) if d.lost]
+tolerance = 0.1
+hidden = sum(d.error.max() < tolerance for d in alone)
+quiet = sum(not d.logits[0] for d in alone)
+late = sum(bool((d.entries.any(0) & ~d.logits).any()) for d in alone)
+print(f"cells lost, one at a time:                              {len(alone)}")
+print(f"damage seen in state or logits within {STEPS} steps:        {sum(not d.same for d in alone)}")
+print(f"first token's logits are right all the same:            {quiet}")
+print(f"at some step an entry is made wrong, logits still right: {late}")
+print(f"a test with tolerance {tolerance} on logits would pass:        {hidden}")
+
+# %% [markdown]
+# ## 4. It happened
+#
+# Public reports of engines that serve DeepSeek-V4, and the component that was lost in each. Find its line in the
+# pictures above.
+#
+# | report | what happened | component |
+# |---|---|---|
+# | [ROCm/ATOM#1417](https://github.com/ROCm/ATOM/issues/1417) | The window rows lay in a ring of the request and not in the prefix cache. A hit read a stale or empty ring; replies ended at once. | `window` |
+# | [ggml-org/llama.cpp#26063](https://github.com/ggml-org/llama.cpp/issues/26063) | The saver left out rows that the window no longer shows, but the compressors still need. Right at 128 tokens, wrong from 129. | `rows_*` |
+# | [jundot/omlx#2271](https://github.com/jundot/omlx/issues/2271) | While decoding, entries pooled 4 rows instead of 8: the block before was gone. Long answers drifted from one script of Chinese to another. | `overlap_*` |
+# | [ggml-org/llama.cpp#26790](https://github.com/ggml-org/llama.cpp/issues/26790) | Restoring one sequence cleared the entries of all others. They went on and made things up. | `entries`, `index_keys` |
+# | [sgl-project/sglang#33656](https://github.com/sgl-project/sglang/issues/33656) | With a host cache, a window slot failed a check of its position; in production the sampler met NaN. The report knows no cause. | `window` |
+# | [huggingface/transformers#45938](https://github.com/huggingface/transformers/issues/45938) | Padding tokens were pooled into entries: no row was missing, but rows too many. | `entries` |
+#
+# In none of them did the faulty step raise an error. **A hit is not correctness.** A hit says that bytes were
+# found. Only a comparison with a cold run says that they are all there, and the right ones.
+#
+# ## What was shown
+
+# %%
+CSA_LAYERS, HCA_LAYERS = (2, 4), (3, 5)
+
+# Every path gives the bits of the cold run, every control is caught.
+assert all(r.ok for r in results) and sum(r.control for r in results) == 5
+assert one_call
+
+# Rows are empty at block ends; window, overlap and what lies in pages never are.
+assert (
+    emptiness["rows_kv", "HCA"] == "at multiples of 128"
+    and emptiness["rows_kv", "CSA"] == "at multiples of 4"
+)
+assert {c for (c, _), when in emptiness.items() if when == "never"} == {
+    "window", "entries", "index_keys", "overlap_kv", "overlap_score", "index_overlap_kv", "index_overlap_score"
+}  # fmt: skip
+
+# Every lost cell is seen; an empty one changes nothing; damage never reaches its own layer's rows or earlier ones.
+for damages in (middle, aligned):
+    for cell in cells(config):
+        assert damages[cell.name].same == (damages[cell.name].lost == 0), cell.name
+        assert not damages[cell.name].token_rows[: cell.layer + 1].any(), cell.name
+
+# Window, entries and index keys show at once.
+for name, damage in (*middle.items(), *aligned.items()):
+    if name.endswith((".window", ".entries", ".index_keys")):
+        assert damage.logits[0], name
+
+# HCA rows do nothing until the block ends.
+end = 128 - LENGTH % 128 - 1
+for layer in HCA_LAYERS:
+    damage = middle[f"layers.{layer}.rows_kv"]
+    assert np.argmax(damage.entries[layer]) == end and np.argmax(damage.logits) == end
+
+# The overlap is needed at a multiple of 128, and shows when the next block ends: one wrong entry, at step 4.
+for layer in CSA_LAYERS:
+    for name in ("overlap_kv", "overlap_score", "index_overlap_kv", "index_overlap_score"):
+        damage = aligned[f"layers.{layer}.{name}"]
+        assert np.flatnonzero(damage.entries[layer]).tolist() == [3], name
+        assert not damage.logits[:3].any() and damage.logits.any(), name
+
+# Wrong state can hide behind right logits, and behind a tolerance.
+assert quiet and late and hidden
+print("all hold")

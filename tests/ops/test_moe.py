@@ -37,8 +37,8 @@ def silu(x):
 
 def expert_weights(seed: int) -> list[np.ndarray]:
     return [
-        normal(seed, HIDDEN, EXPERTS, INNER) * 0.5,
-        normal(seed + 1, HIDDEN, EXPERTS, INNER) * 0.5,
+        normal(seed, EXPERTS, HIDDEN, INNER) * 0.5,
+        normal(seed + 1, EXPERTS, HIDDEN, INNER) * 0.5,
         normal(seed + 2, EXPERTS, INNER, HIDDEN),
     ]
 
@@ -51,7 +51,7 @@ def loop_over_chosen(x, scores, chosen, gate, up, down, scale, *, clamp_gate=lam
     out = np.zeros(x.shape)
     for t, row in enumerate(np.asarray(chosen)):
         for e in row:
-            hidden = silu(clamp_gate(x[t] @ gate[:, e])) * clamp_up(x[t] @ up[:, e])
+            hidden = silu(clamp_gate(x[t] @ gate[e])) * clamp_up(x[t] @ up[e])
             out[t] += scores[t, e] / scores[t, row].sum() * scale * hidden @ down[e]
     return out
 
@@ -130,7 +130,7 @@ def test_scores_of_zero_give_weights_of_zero() -> None:
     np.testing.assert_array_equal(np.asarray(got), np.zeros((1, EXPERTS)))
 
 
-def test_dense_experts_equal_a_loop_over_the_chosen_ones() -> None:
+def test_experts_equal_a_loop_over_the_chosen_ones() -> None:
     x, (gate, up, down) = normal(9, T, HIDDEN), expert_weights(10)
     scores, bias = np.abs(normal(13, T, EXPERTS)) + np.float32(0.1), normal(14, EXPERTS)
     chosen = moe.learned_routing(jnp.asarray(scores), jnp.asarray(bias), TOP_K)
@@ -160,19 +160,17 @@ def test_dense_experts_equal_a_loop_over_the_chosen_ones() -> None:
 def test_the_clamps_act_at_the_limit(limit: float) -> None:
     """One expert of one channel: the gate is clamped above, the linear part on both sides."""
     steps = np.float32([-4, -1.001, -1, -0.999, 0, 0.999, 1, 1.001, 4]) * np.float32(limit)
-    one = jnp.ones((2, 1, 1))
     gates, linears = np.meshgrid(steps, steps)
     x = jnp.asarray(np.stack([gates.ravel(), linears.ravel()], axis=1))
-    first, second = (one * jnp.asarray([[[a]], [[b]]], jnp.float32) for a, b in ((1, 0), (0, 1)))
-    got = moe.experts(x, jnp.ones((len(x), 1)), first, second, jnp.ones((1, 1, 2)), limit)[:, 0]
+    first, second = (jnp.asarray(np.float32([[a], [b]])) for a, b in ((1, 0), (0, 1)))
+    got = moe.expert(x, jnp.ones(len(x)), first, second, jnp.ones((1, 2)), limit)[:, 0]
     g, u = np.minimum(gates.astype(float), limit), np.clip(linears.astype(float), -limit, limit)
     np.testing.assert_allclose(got, (silu(g) * u).ravel(), rtol=1e-6, atol=1e-30)
 
 
 def test_the_shared_expert_is_one_expert_of_weight_one() -> None:
     x, (gate, up, down) = normal(20, T, HIDDEN), expert_weights(21)
-    gate, up, down = gate[:, :1], up[:, :1], down[:1]
-    got = moe.experts(jnp.asarray(x), jnp.ones((T, 1)), *(jnp.asarray(m) for m in (gate, up, down)), LIMIT)
+    got = moe.expert(jnp.asarray(x), jnp.ones(T), *(jnp.asarray(m[0]) for m in (gate, up, down)), LIMIT)
     expected = loop_over_chosen(x, np.ones((T, 1)), np.zeros((T, 1), int), gate, up, down, 1.0)
     np.testing.assert_allclose(got, expected, rtol=0, atol=SUM * np.max(np.abs(got)))
 
@@ -185,8 +183,8 @@ def test_bfloat16_rounds_the_hidden_channels_once() -> None:
     got = moe.experts(x, weights, *matrices, LIMIT)
     assert got.dtype == jnp.float32
     wide_x, gate, up, down = wide(x, *matrices)
-    hidden = silu(np.minimum(np.einsum("ti,ief->tef", wide_x, gate), LIMIT))
-    hidden *= np.clip(np.einsum("ti,ief->tef", wide_x, up), -LIMIT, LIMIT) * 0.25
+    hidden = silu(np.minimum(np.einsum("ti,eif->tef", wide_x, gate), LIMIT))
+    hidden *= np.clip(np.einsum("ti,eif->tef", wide_x, up), -LIMIT, LIMIT) * 0.25
     error = np.abs(np.asarray(got) - np.einsum("tef,efi->ti", hidden, down))
     bound = 2.0**-8 * 1.01 * np.einsum("tef,efi->ti", np.abs(hidden), np.abs(down))
     assert np.all(error <= bound)
@@ -206,6 +204,17 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     others = np.arange(T) != 3
     x[others], scores[others] = 100 * normal(45, T - 1, HIDDEN), np.abs(normal(46, T - 1, EXPERTS))
     np.testing.assert_array_equal(bits(run(x, scores))[3], before[3])
+
+
+def test_skipping_an_expert_changes_no_bit() -> None:
+    """A row's bits are those it has where other rows make every expert run."""
+    x, matrices = jnp.asarray(normal(50, T, HIDDEN)), [jnp.asarray(m) for m in expert_weights(51)]
+    run = jax.jit(lambda weights: moe.experts(x, weights, *matrices, LIMIT))
+    alone = np.zeros((T, EXPERTS), np.float32)
+    alone[2, :2] = 0.75, 0.5
+    crowded = alone + np.float32(np.arange(T) != 2)[:, None]
+    np.testing.assert_array_equal(bits(run(alone))[2], bits(run(crowded))[2])
+    assert not np.any(np.asarray(run(alone))[np.arange(T) != 2])
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -13,11 +13,14 @@ from .base import ABSENT, DIFFERENT, EQUAL, categories, pyplot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_GAP = 2
+"""Empty cells between two groups."""
+
 
 def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
     """Which rows of state and logits differ from the cold run: a line a path, a column a group of rows.
 
-    Columns are grouped by component, summed over layers; a cell is red if any of its rows differs.
+    Columns are grouped by component, over all layers. A single different row is drawn wide enough to be seen.
 
     Args:
         results: of a gate; lines without a comparison are left out.
@@ -27,24 +30,22 @@ def gate_figure(results: Sequence[Result], *, bins: int = 700) -> Figure:
     groups = _groups(drawn)
     widths = np.array([size for _, size in groups], float)
     columns = np.maximum((widths / widths.sum() * bins).astype(int), 30)
-    edges = np.concatenate([[0], np.cumsum(columns)])
-    picture = np.full((len(drawn), edges[-1]), 2)
+    starts = np.concatenate([[0], np.cumsum(columns + _GAP)])
+    picture = np.full((len(drawn), starts[-1] - _GAP), 2)
     for line, result in enumerate(drawn):
         masks = _by_group(result)
-        for (name, _), low, count in zip(groups, edges, columns, strict=False):
+        for (name, _), low, count in zip(groups, starts, columns, strict=False):
             if name in masks and len(masks[name]):
                 picture[line, low : low + count] = _binned(~masks[name], count)
 
     figure, axes = pyplot().subplots(figsize=(11, 0.34 * len(drawn) + 1.9), layout="constrained")
     categories(axes, picture, [EQUAL, DIFFERENT, ABSENT])
-    for edge in edges[1:-1]:
-        axes.axvline(edge - 0.5, color="white", linewidth=1.5)
     for line in range(1, len(drawn)):
         axes.axhline(line - 0.5, color="white", linewidth=1.5)
     axes.set_xticks(
-        (edges[:-1] + edges[1:]) / 2 - 0.5,
+        starts[:-1] + (columns - 1) / 2,
         [name for name, _ in groups],
-        rotation=30,
+        rotation=45,
         ha="right",
         rotation_mode="anchor",
     )
@@ -73,9 +74,10 @@ def _groups(results: Sequence[Result]) -> list[tuple[str, int]]:
 
 
 def _binned(different: np.ndarray, count: int) -> np.ndarray:
-    """`count` cells; a cell is 1 if any of its rows differs, and every row falls into at least one cell."""
+    """`count` cells: 1 where a row of the cell or of one beside it differs, so that no row is too thin."""
+    row = np.arange(len(different))
+    first, last = row * count // len(different), -(-(row + 1) * count // len(different))
     cells = np.zeros(count, int)
-    cells[np.flatnonzero(different) * count // len(different)] = 1
-    if len(different) < count:  # fewer rows than cells: draw each row over all of its cells
-        cells = different[np.arange(count) * len(different) // count].astype(int)
+    for low, high in zip(first[different], last[different], strict=True):
+        cells[max(low - 1, 0) : high + 1] = 1
     return cells

@@ -9,13 +9,13 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..knockout import Damage
-from .base import DIFFERENT, ENTRY, EQUAL, bare, categories, legend, pyplot
+from .base import DIFFERENT, ENTRY, EQUAL, categories, legend, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_EMPTY = "#f7f7f7"
+_EMPTY = "#ffffff"
 
 
 def damage_figure(config: ModelConfig, damages: Mapping[str, Damage], title: str) -> Figure:
@@ -40,7 +40,7 @@ def damage_figure(config: ModelConfig, damages: Mapping[str, Damage], title: str
     axes.set_xticks([group * steps + (steps - 1) / 2 for group in range(len(groups))], groups)
     axes.xaxis.tick_top()
     axes.set_xlabel(f"in each group: steps 1 to {steps} after the restore", fontsize=9)
-    _cell_ticks(axes, damages)
+    _cell_ticks(axes, damages, "black")
     axes.set_title(title, fontsize=10)
     names = {
         "equal": EQUAL,
@@ -72,23 +72,25 @@ def error_figure(panels: Mapping[str, Mapping[str, Damage]]) -> Figure:
     errors = {title: np.array([d.error for d in damages.values()]) for title, damages in panels.items()}
     highest = max(e.max() for e in errors.values())
     for axes, (title, error) in zip(grid[0], errors.items(), strict=True):
-        shown = np.ma.masked_equal(error, 0)
+        empty = [[0 if damage.lost else 1] * error.shape[1] for damage in panels[title].values()]
+        categories(axes, empty, [EQUAL, _EMPTY])
         picture = axes.imshow(
-            shown,
+            np.ma.masked_equal(error, 0),
             aspect="auto",
             cmap="inferno_r",
             norm=LogNorm(highest * 1e-5, highest),
             interpolation="nearest",
         )
-        axes.set_facecolor(EQUAL)
-        bare(axes)
         steps = error.shape[1]
         axes.set_xticks(range(0, steps, 2), [str(step + 1) for step in range(0, steps, 2)])
         axes.set_xlabel("step after the restore", fontsize=9)
         axes.set_title(title, fontsize=10)
-    _cell_ticks(grid[0, 0], labels)
+    for axes in grid[0]:
+        _cell_ticks(axes, labels, "white")
+    for axes in grid[0, 1:]:
+        axes.set_ylabel("")
     bar = figure.colorbar(picture, ax=grid[0].tolist(), shrink=0.8)
-    bar.set_label("largest logit error (green: none, bits are equal)", fontsize=9)
+    bar.set_label("largest logit error (green: equal bits; white: nothing was lost)", fontsize=9)
     bar.ax.tick_params(labelsize=8)
     return figure
 
@@ -98,11 +100,11 @@ def _codes(damage: Damage) -> np.ndarray:
     return np.where(damage.token_rows, 1, np.where(damage.entries, 2, 0))
 
 
-def _cell_ticks(axes: Axes, damages: Mapping[str, Damage]) -> None:
+def _cell_ticks(axes: Axes, damages: Mapping[str, Damage], colour: str) -> None:
     """Labels the lines with the cells, and draws a line between layers."""
     names = [name.removeprefix("layers.") for name in damages]
     axes.set_yticks(range(len(names)), names)
     for line in range(1, len(names)):
         if names[line].split(".")[0] != names[line - 1].split(".")[0]:
-            axes.axhline(line - 0.5, color="black", linewidth=0.8)
+            axes.axhline(line - 0.5, color=colour, linewidth=1.2)
     axes.set_ylabel("lost: layer.component", fontsize=9)

@@ -104,13 +104,10 @@ def pooled_figure(panels: Sequence[Pooled]) -> Figure:
         entries, tokens = code.shape
         for edge in range(1, entries):
             axes.axhline(edge - 0.5, color="white", linewidth=1.5)
-        axes.plot(panel.positions, range(entries), "o", color="black", markersize=5, clip_on=False)
-        if entries < 12:
-            axes.set_yticks(range(entries))
-        if tokens <= 32:
-            axes.set_xticks(range(0, tokens, 4))
-        else:
-            axes.set_xticks(range(0, tokens, 128))
+        axes.plot(panel.positions, range(entries), "o", color="black", markersize=5)
+        axes.set_xlim(-0.02 * tokens - 0.5, tokens - 0.5)
+        axes.set_xticks(panel.positions)
+        axes.set_yticks(range(entries))
         axes.set_xlabel("token", fontsize=9)
         axes.set_ylabel("entry", fontsize=9)
         axes.set_title(panel.title, fontsize=10)

@@ -55,6 +55,7 @@ def live_rows_figure(config: ModelConfig, length: int, *, zoom: int = 16) -> Fig
     whole.set_xlim(0, length)
     whole.set_xticks(range(0, length + 1, config.alignment))
     last.set_xlim(length - zoom, length)
+    last.set_xticks(range(-(-(length - zoom) // 4) * 4, length + 1, 4))
     whole.set_title(f"length {length}: orange lies in pages, blue at the boundary", fontsize=10)
     last.set_title(f"the last {zoom} tokens; number of live rows", fontsize=10)
     return figure

@@ -36,9 +36,9 @@ class _As(enum.Enum):
     SAME = "as here"
     MATRIX = "the last two axes swapped"
     GROUPED = "one matrix, in which the groups follow each other"
-    EXPERTS = "[expert, inputs, outputs] here, outputs before inputs there; published: one tensor an expert"
-    GATE = "as EXPERTS, but [inputs, expert, outputs] here; transformers: first half of a tensor with UP"
-    UP = "as GATE; transformers: the second half"
+    EXPERTS = "the last two axes swapped; published: one tensor an expert"
+    GATE = "as EXPERTS; transformers: the first half of a tensor shared with UP"
+    UP = "as EXPERTS; transformers: the second half of a tensor shared with GATE"
 
 
 _Row = tuple[str, str, str, _As]
@@ -136,8 +136,8 @@ def _pieces(name: str, how: _As, shape: tuple[int, ...]) -> list[_Piece]:
         case _As.GROUPED:
             groups, inputs, rank = shape
             return [_Piece(name, (groups * rank, inputs), (0, 2, 1))]
-    axes = (0, 2, 1) if how is _As.EXPERTS else (1, 2, 0)
-    experts, outputs, inputs = (shape[axis] for axis in axes)
+    axes = (0, 2, 1)
+    experts, inputs, outputs = shape
     if "{expert}" in name:
         return [_Piece(name.format(expert=e), (outputs, inputs), axes, index=e) for e in range(experts)]
     if how is _As.EXPERTS:

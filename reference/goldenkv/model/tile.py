@@ -136,10 +136,11 @@ def _moe(m: w.Moe, x: Float[Array, "t i"], tokens: Int32[Array, " t"], at: Place
         chosen = moe.learned_routing(scores, m.bias[...], config.num_experts_per_tok)
     scale, normalise = config.routed_scaling_factor, config.norm_topk_prob
     weights = moe.routing_weights(scores, chosen, scale, normalise=normalise)
+    weights = jnp.where(at.tile.live[:, None], weights, 0.0)  # no expert runs for padding alone
     routed = moe.experts(x, weights, m.gate[...], m.up[...], m.down[...], config.swiglu_limit)
-    shared = (m.shared_gate[...][:, None], m.shared_up[...][:, None], m.shared_down[...][None])
-    ones = jnp.ones((len(x), 1), jnp.float32)
-    return (routed + moe.experts(x, ones, *shared, config.swiglu_limit)).astype(x.dtype)
+    shared = (m.shared_gate[...], m.shared_up[...], m.shared_down[...])
+    ones = jnp.ones(len(x), jnp.float32)
+    return (routed + moe.expert(x, ones, *shared, config.swiglu_limit)).astype(x.dtype)
 
 
 def _head(model: w.Model, streams: Float[Array, "t s d"], config: ModelConfig) -> Float[Array, "t v"]:

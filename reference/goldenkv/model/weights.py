@@ -95,13 +95,8 @@ class Moe(nnx.Module):
         self.bias = nnx.data(None if hashed else make.normal(c.n_routed_experts, scale=0.1))
         table = make.table(c.vocab_size, c.num_experts_per_tok, c.n_routed_experts) if hashed else None
         self.table = nnx.data(table)
-        scale = c.hidden_size**-0.5
-        self.gate = make.normal(
-            c.hidden_size, c.n_routed_experts, c.moe_intermediate_size, scale=scale, dtype=make.dtype
-        )
-        self.up = make.normal(
-            c.hidden_size, c.n_routed_experts, c.moe_intermediate_size, scale=scale, dtype=make.dtype
-        )
+        self.gate = make.matrix(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size)
+        self.up = make.matrix(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size)
         self.down = make.matrix(c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
         shared = c.n_shared_experts * c.moe_intermediate_size
         self.shared_gate = make.matrix(c.hidden_size, shared)

@@ -37,5 +37,5 @@ def grouped_output(
         out_weight: the mixing matrix, g * r inputs.
     """
     groups = heads.reshape(heads.shape[0], group_weight.shape[0], -1)
-    low_rank = contract("tgi,gir->tgr", groups, group_weight).astype(heads.dtype)
-    return project(low_rank.reshape(heads.shape[0], -1), out_weight)
+    low_rank = [project(groups[:, g], group_weight[g]) for g in range(group_weight.shape[0])]
+    return project(jnp.concatenate(low_rank, axis=-1), out_weight)

@@ -1,8 +1,8 @@
 """Mixture of experts: hash and learned routing, and the SwiGLU experts.
 
 Report section 2.1 ("designs inherited from DeepSeek-V3", with sqrt(softplus) scores and hash routing in the
-first layers). Experts are computed densely, each for every row, and a row that did not choose an expert
-gives it weight 0: row by row the same arithmetic, whatever the other rows chose.
+first layers). An expert is computed for every row if any row chose it, and a row that did not choose it gives
+it weight 0: row by row the same arithmetic, whatever the other rows chose.
 """
 
 import jax
@@ -52,22 +52,43 @@ def routing_weights(
 def experts(
     x: Float[Array, "t i"],
     weights: Float32[Array, "t e"],
-    gate: Float[Array, "i e f"],
-    up: Float[Array, "i e f"],
+    gate: Float[Array, "e i f"],
+    up: Float[Array, "e i f"],
     down: Float[Array, "e f i"],
     limit: float,
 ) -> Float32[Array, "t i"]:
     """Sum over experts e of down_e(weights[t, e] * silu(min(g, limit)) * clip(u, -limit, limit)).
 
+    Experts are added in order. One that no row chose is skipped, which changes no bit: it would add zeros.
+
     Args:
         x: normalised layer inputs.
-        weights: from `routing_weights`; ones for the shared expert.
-        gate, up, down: expert matrices, i hidden and f intermediate channels. Hidden channels stand first in
-            `gate` and `up`, so that all experts are one matrix product.
+        weights: from `routing_weights`, 0 for experts not chosen.
+        gate, up, down: expert matrices, i hidden and f intermediate channels.
         limit: clamp of the gate (above) and of the linear part (both sides).
     """
 
-    g = jnp.minimum(contract("ti,ief->tef", x, gate), limit)
-    u = jnp.clip(contract("ti,ief->tef", x, up), -limit, limit)
-    h = jax.nn.silu(g) * u * weights[:, :, None]
-    return contract("tef,efi->ti", h.astype(x.dtype), down)
+    def add(e: Array, total: Array) -> Array:
+        one = expert(x, weights[:, e], gate[e], up[e], down[e], limit)
+        return total + one
+
+    def step(e: Array, total: Array) -> Array:
+        return jax.lax.cond(jnp.any(weights[:, e] != 0.0), add, lambda _, total: total, e, total)
+
+    return jax.lax.fori_loop(0, gate.shape[0], step, jnp.zeros(x.shape, jnp.float32))
+
+
+@typed
+def expert(
+    x: Float[Array, "t i"],
+    weight: Float32[Array, " t"],
+    gate: Float[Array, "i f"],
+    up: Float[Array, "i f"],
+    down: Float[Array, "f i"],
+    limit: float,
+) -> Float32[Array, "t i"]:
+    """One SwiGLU expert, its routing weight applied before `down`; ones for the shared expert."""
+    g = jnp.minimum(contract("ti,if->tf", x, gate), limit)
+    u = jnp.clip(contract("ti,if->tf", x, up), -limit, limit)
+    h = jax.nn.silu(g) * u * weight[:, None]
+    return contract("tf,fi->ti", h.astype(x.dtype), down)
