@@ -1,7 +1,7 @@
 """The engine at its edges: lengths at every boundary, misuse, lack of room, and what failed calls leave."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goldenkv.config import Numerics, micro, tiny
+from goldenkv.config import ModelConfig, Numerics, micro, tiny
 from goldenkv.engine import CapacityError, Engine, Sequence, greedy, sample
 from goldenkv.model.weights import Model
 from goldenkv.state import ForeignSnapshot, Snapshot, compare
@@ -17,7 +17,7 @@ from goldenkv.state import ForeignSnapshot, Snapshot, compare
 SMALL = Numerics(tile=8, index_block=8, key_block=8)
 
 
-def one_layer(ratio: int):
+def one_layer(ratio: int) -> ModelConfig:
     return replace(micro(), num_hidden_layers=1, compress_ratios=(ratio,))
 
 
@@ -46,7 +46,7 @@ def engine(name: str = "micro") -> Engine:
 
 
 @pytest.fixture
-def micro_engine() -> Engine:
+def micro_engine() -> Iterator[Engine]:
     """The shared one; every test gives back what it took."""
     e = engine()
     before = e.free_slots, e.free_pages
