@@ -244,6 +244,21 @@ def test_a_closed_sequence(micro_engine: Engine) -> None:
     assert (micro_engine.free_slots, micro_engine.free_pages) == free
 
 
+def test_a_sequence_of_another_engine(micro_engine: Engine) -> None:
+    """Its slot and pages would be those of a stranger here."""
+    other = made(max_length=64)
+    seq = other.open()
+    uses: list[Callable[[], object]] = [
+        lambda: micro_engine.prefill(seq, [1]),
+        lambda: micro_engine.rows(seq),
+        lambda: micro_engine.close(seq),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="belongs to another engine"):
+            use()
+    assert seq.open
+
+
 # Sizes ----------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +266,7 @@ def made(**sizes: int) -> Engine:
     return Engine(engine_model("csa"), one_layer(4), SMALL, **sizes)
 
 
-@pytest.mark.parametrize("page_size", [-8, -1, 1, 2, 6, 12, 20])
+@pytest.mark.parametrize("page_size", [-8, -1, 0, 1, 2, 6, 12, 20])
 def test_pages_that_would_split_blocks(page_size: int) -> None:
     """Blocks of 4 and 8 end together every 8 tokens; the error says so."""
     with pytest.raises(

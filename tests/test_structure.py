@@ -129,7 +129,7 @@ def test_the_reference_never_imports_kernels() -> None:
 
 def test_the_reader_of_imports_sees_every_form() -> None:
     """The checks above rest on it."""
-    assert set(own("goldenkv.ops.rope")) == {"goldenkv.ops.typed"}
+    assert set(own("goldenkv.ops.rope")) == {"goldenkv.ops.apart", "goldenkv.ops.typed"}
     assert {"goldenkv.ops.attend", "goldenkv.ops.norm", "goldenkv.config"} <= {
         n for name in MODULES if name.startswith("goldenkv.model") for n in own(name)
     }

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -274,10 +273,7 @@ def test_control_reads_fused_with_arithmetic_depend_on_the_pool(monkeypatch: pyt
     this compiler for these sizes; another may need other sizes to show it.
     """
 
-    def fused(read: Callable[[], jax.Array], valid: jax.Array) -> jax.Array:
-        return jnp.where(valid[..., None], read(), 0)
-
-    monkeypatch.setattr(pools, "_read_apart", fused)
+    monkeypatch.setattr(pools, "apart", lambda when, compute: compute())
     monkeypatch.setattr(engines.engine, "run_tile", retraced())
     name, ids = "one CSA layer", tokens_of(0, 24)
     few, many = (run(Engine(model(name), *SETUPS[name], slots=n, max_length=256), ids) for n in (2, 4))

@@ -59,8 +59,8 @@ class Engine:
                 f"{max_length=} must lie in 1 .. {config.max_position_embeddings} (the model's positions)"
             )
         self.max_length = max_length
-        page_size = page_size or config.alignment
-        self._table_size = -(-max_length // page_size)
+        page_size = config.alignment if page_size is None else page_size
+        self._table_size = -(-max_length // max(1, page_size))
         self.geometry = Geometry(
             slots=slots,
             pages=slots * self._table_size if pages is None else pages,
@@ -282,7 +282,7 @@ class Engine:
 
     def rows(self, seq: Sequence) -> Rows:
         """The minimal exact state of a sequence, copied to the host: cell name -> [rows, channels]."""
-        seq.check_open()
+        self._slots.check(seq)
         return pools.read_rows(self.config, self._pool, seq.slot, seq.pages, seq.length)
 
     def snapshot(self, seq: Sequence) -> Snapshot:

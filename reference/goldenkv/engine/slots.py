@@ -16,15 +16,11 @@ class CapacityError(RuntimeError):
 class Sequence:
     """What one live sequence owns. Made by `Engine.open` and `Engine.restore`, ended by `Engine.close`."""
 
+    owner: Slots
     slot: int
     length: int = 0
     pages: list[int] = field(default_factory=list)
     open: bool = True
-
-    def check_open(self) -> None:
-        """Raises ValueError for a sequence that was closed."""
-        if not self.open:
-            raise ValueError("the sequence is closed")
 
 
 class Slots:
@@ -44,10 +40,19 @@ class Slots:
         """A sequence with a slot and no pages yet."""
         if not self.free_slots:
             raise CapacityError(f"all {self._geometry.slots} slots are taken; close a sequence first")
-        return Sequence(slot=self.free_slots.pop(0))
+        return Sequence(owner=self, slot=self.free_slots.pop(0))
+
+    def check(self, seq: Sequence) -> None:
+        """Raises ValueError for a sequence that was closed, or that another engine made."""
+        if seq.owner is not self:
+            raise ValueError("the sequence belongs to another engine")
+        if not seq.open:
+            raise ValueError("the sequence is closed")
 
     def close(self, seq: Sequence) -> None:
         """Takes everything back; a second call does nothing."""
+        if seq.owner is not self:
+            raise ValueError("the sequence belongs to another engine")
         if seq.open:
             self.free_slots.append(seq.slot)
             self.free_pages.extend(seq.pages)
@@ -62,7 +67,7 @@ class Slots:
         """
         missing = []
         for seq, length in wanted:
-            seq.check_open()
+            self.check(seq)
             if length > self._max_length:
                 raise CapacityError(f"{length} tokens exceed max_length={self._max_length}")
             missing.append(max(0, -(-length // self._geometry.page_size) - len(seq.pages)))

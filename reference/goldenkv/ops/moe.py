@@ -1,8 +1,8 @@
 """Mixture of experts: hash and learned routing, and the SwiGLU experts.
 
 Report section 2.1 ("designs inherited from DeepSeek-V3", with sqrt(softplus) scores and hash routing in the
-first layers). An expert is computed for every row if any row chose it, and a row that did not choose it gives
-it weight 0: row by row the same arithmetic, whatever the other rows chose.
+first layers). An expert runs over the rows that chose it, in blocks of one shape; what else fills a block
+has weight 0. Row by row it is the same arithmetic, whatever the other rows chose.
 """
 
 import jax
@@ -56,24 +56,44 @@ def experts(
     up: Float[Array, "e i f"],
     down: Float[Array, "e f i"],
     limit: float,
+    *,
+    row_block: int = 8,
 ) -> Float32[Array, "t i"]:
     """Sum over experts e of down_e(weights[t, e] * silu(min(g, limit)) * clip(u, -limit, limit)).
 
-    Experts are added in order. One that no row chose is skipped, which changes no bit: it would add zeros.
+    Experts are added in order, each over the rows that chose it, `row_block` rows at a time. Every product
+    has that one shape, so a row's bits depend neither on the rows in its block nor on how many there are.
 
     Args:
-        x: normalised layer inputs.
+        x: normalised layer inputs; t is a multiple of `row_block` or below it.
         weights: from `routing_weights`, 0 for experts not chosen.
         gate, up, down: expert matrices, i hidden and f intermediate channels.
         limit: clamp of the gate (above) and of the linear part (both sides).
-    """
+        row_block: rows computed at a time.
 
-    def add(e: Array, total: Array) -> Array:
-        one = expert(x, weights[:, e], gate[e], up[e], down[e], limit)
-        return total + one
+    Raises:
+        ValueError: t is above `row_block` and no multiple of it.
+    """
+    size = min(row_block, len(x))
+    if len(x) % size:
+        raise ValueError(f"{len(x)} rows must be a multiple of {row_block=}")
+    chosen = weights != 0.0
+    blocks = (jnp.count_nonzero(chosen, axis=0) + size - 1) // size
+    rows_first = jnp.argsort(~chosen, axis=0)  # for each expert the rows that chose it, then the others
+
+    def add_expert(e: Array, total: Array) -> Array:
+        matrices = gate[e], up[e], down[e]
+
+        def add_block(b: Array, total: Array) -> Array:
+            rows = jax.lax.dynamic_slice(rows_first, (b * size, e), (size, 1))[:, 0]
+            return total.at[rows].add(
+                expert(x[rows], weights[rows, e], *matrices, limit), unique_indices=True
+            )
+
+        return jax.lax.fori_loop(0, blocks[e], add_block, total)
 
     def step(e: Array, total: Array) -> Array:
-        return jax.lax.cond(jnp.any(weights[:, e] != 0.0), add, lambda _, total: total, e, total)
+        return jax.lax.cond(blocks[e] > 0, add_expert, lambda _, total: total, e, total)
 
     return jax.lax.fori_loop(0, gate.shape[0], step, jnp.zeros(x.shape, jnp.float32))
 

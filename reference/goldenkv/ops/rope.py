@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from .apart import apart
 from .typed import typed
 
 
@@ -63,7 +64,8 @@ def rotate(
     half = frequency.shape[0]
     angle = positions.astype(jnp.float32)[:, None] * frequency
     angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), half)
-    cos, sin = jnp.cos(angle), jnp.sin(-angle if inverse else angle)
+    cos, sin = apart(jnp.any(positions >= 0), lambda: (jnp.cos(angle), jnp.sin(angle)))
+    sin = -sin if inverse else sin
     plain, rotated = x[..., : -2 * half], x[..., -2 * half :].astype(jnp.float32)
     even, odd = rotated[..., 0::2], rotated[..., 1::2]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)

@@ -7,7 +7,6 @@ addressed by absolute position everywhere, so slot, pages and pool size change n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ..config import ModelConfig, Numerics
+from ..ops.apart import apart
 from ..ops.typed import typed
 from .components import Cell, Span, cells
 
@@ -86,21 +86,6 @@ def create_pool(config: ModelConfig, numerics: Numerics, geometry: Geometry, fil
     return pool
 
 
-def _read_apart(read: Callable[[], Array], valid: Bool[Array, "*n"]) -> Float[Array, "*n c"]:
-    """The rows that `read` gives, 0 where not valid, read in a computation of their own.
-
-    XLA fuses a gather into the arithmetic that consumes it and compiles the two together, with the sizes of
-    the pool in it: CSA entries then changed bits from 2 slots to 3. It never fuses across a branch, so the
-    arithmetic sees an array whose shape no pool decides.
-    """
-    shape = jax.eval_shape(read)
-    return lax.cond(
-        jnp.any(valid),
-        lambda: jnp.where(valid[..., None], read(), 0),
-        lambda: jnp.zeros(shape.shape, shape.dtype),
-    )
-
-
 @typed
 def read_ring(
     ring: Float[Array, "slots ring c"],
@@ -109,7 +94,8 @@ def read_ring(
     valid: Bool[Array, " n"],
 ) -> Float[Array, "n c"]:
     """Rows at absolute positions, in the order given; 0 where not valid."""
-    return _read_apart(lambda: ring[slot, positions % ring.shape[1]], valid)
+    rows = apart(jnp.any(valid), lambda: ring[slot, positions % ring.shape[1]])
+    return jnp.where(valid[:, None], rows, 0)
 
 
 @typed
@@ -134,7 +120,8 @@ def read_entries(
 ) -> Float[Array, "*n c"]:
     """Entries by absolute number, through the page table; 0 where not valid."""
     safe = jnp.where(valid, ids, 0)
-    return _read_apart(lambda: pages[table[safe // pages.shape[1]], safe % pages.shape[1]], valid)
+    rows = apart(jnp.any(valid), lambda: pages[table[safe // pages.shape[1]], safe % pages.shape[1]])
+    return jnp.where(valid[..., None], rows, 0)
 
 
 @typed

@@ -73,6 +73,8 @@ class Snapshot:
 
     def check(self, config: ModelConfig, numerics: Numerics, fingerprint: str) -> None:
         """Raises ForeignSnapshot or IncompleteSnapshot unless an engine of that kind can restore it."""
+        if self.length < 0:
+            raise IncompleteSnapshot(f"length={self.length} must not be negative")
         if self.fingerprint != fingerprint:
             raise ForeignSnapshot(
                 f"the snapshot was made under fingerprint {self.fingerprint[:16]}…, "
@@ -111,7 +113,7 @@ class Snapshot:
         }
         header["header_xxh3"] = _header_xxh3(header)
         rows = {name: np.ascontiguousarray(r) for name, r in self.rows.items()}  # the writer ignores strides
-        return safetensors.numpy.save(rows, metadata=header)
+        return _header_sorted(safetensors.numpy.save(rows, metadata=header))
 
     @staticmethod
     def from_bytes(data: bytes, *, verify: bool = True) -> Snapshot:
@@ -135,6 +137,8 @@ class Snapshot:
                 for name, (raw, _) in tensors.items()
             }
             fingerprint = header["fingerprint"]
+            if length < 0 or not isinstance(fingerprint, str):
+                raise ValueError(f"{length=}, {fingerprint=}")
         except (KeyError, ValueError, TypeError) as error:
             raise CorruptSnapshot(f"the header does not describe the tensors: {error!r}") from None
         if verify:
@@ -185,16 +189,26 @@ def _parse(data: bytes) -> tuple[dict[str, tuple[bytes, list]], dict[str, str]]:
         spans = {
             name: (entry["data_offsets"], [entry["shape"], entry["dtype"]]) for name, entry in entries.items()
         }
+        if not all(type(offset) is int for offsets, _ in spans.values() for offset in offsets):
+            raise ValueError("data_offsets are not integers")
         end = 8 + size + max((stop for (_, stop), _ in spans.values()), default=0)
     except NotASnapshot:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptSnapshot(f"unreadable header: {error!r}") from None
     if len(data) < end:
         raise TruncatedSnapshot(f"{len(data)} bytes of {end}")
     if len(data) > end:
         raise CorruptSnapshot(f"{len(data) - end} bytes after the end")
     return {n: (data[8 + size + a : 8 + size + b], info) for n, ((a, b), info) in spans.items()}, header
+
+
+def _header_sorted(file: bytes) -> bytes:
+    """The same safetensors file with its header in order: the writer shuffles the metadata at every call."""
+    size = int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + file[8 + size :]
 
 
 def _xxh3(rows: np.ndarray) -> str:
