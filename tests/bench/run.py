@@ -2,9 +2,10 @@
 
     python tests/bench/run.py [--only NAME ...] [--json FILE] [--repeat N]
 
-prefill, decode   tokens/s and ms a token against transformers on the same weights, and against the floor
-restore           a restore from disk against recomputing the same tokens
-growth            tokens/s of prefill at growing context, and the peak memory of the process at the longest
+speed     prefill and decode against transformers on the same weights, and prefill against its floor: the
+          multiply-adds of the equations at the speed of a plain matrix product of a tile
+restore   a restore from disk against recomputing the same tokens
+growth    tokens/s of prefill at growing context, and the peak memory of the process at the longest
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from goldenkv.config import ModelConfig, Numerics, bench
@@ -32,6 +34,7 @@ from goldenkv.text import byte_tokens, default_text
 
 TOKENS = 2048
 CONTEXTS = (1024, 4096, 16384, 32768)
+TILES = (16, 32, 64)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -47,7 +50,7 @@ def prompt(config: ModelConfig, length: int) -> np.ndarray:
 
 
 def multiplications(config: ModelConfig, context: int) -> int:
-    """Multiply-adds a token that the equations need at a context length, experts computed densely as here."""
+    """Multiply-adds a token that the equations need at a context length."""
     c, hidden, heads = config, config.hidden_size, config.num_attention_heads * config.head_dim
     streams = c.hc_mult * hidden
     total = hidden * c.vocab_size + streams * c.hc_mult
@@ -69,31 +72,30 @@ def multiplications(config: ModelConfig, context: int) -> int:
             total += 2 * hidden * c.head_dim
             keys += context // ratio
         total += 2 * keys * heads
-        total += 3 * hidden * c.moe_intermediate_size * (c.n_routed_experts + c.n_shared_experts)
+        total += 3 * hidden * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
         total += hidden * c.n_routed_experts + 2 * streams * (2 + c.hc_mult) * c.hc_mult
     return total
 
 
 def matrix_speed(rows: int) -> float:
-    """Multiply-adds a second of this machine's best case for a tile: [rows, 256] @ [256, 1024], float32."""
-    left, right = jax.numpy.ones((rows, 256)), jax.numpy.ones((256, 1024))
-    product = jax.jit(lambda a, b: jax.lax.fori_loop(0, 50, lambda _, x: x + (x @ b)[:, :256] * 1e-9, a))
-    jax.block_until_ready(product(left, right))
-    best = min(seconds(lambda: jax.block_until_ready(product(left, right))) for _ in range(5))
-    return 50 * rows * 256 * 1024 / best
+    """Multiply-adds a second of this machine's best case for a tile: [rows, 256] @ [256, 1024] and back."""
+    left, up, down = jnp.ones((rows, 256)), jnp.full((256, 1024), 1e-3), jnp.full((1024, 256), 1e-3)
+    product = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, x: (x @ up) @ down, x))
+    jax.block_until_ready(product(left))
+    best = min(seconds(lambda: jax.block_until_ready(product(left))) for _ in range(5))
+    return 100 * rows * 256 * 1024 / best
 
 
 def speed(repeat: int) -> dict:
-    """Prefill of 2,048 tokens and decode after them, in turn with transformers."""
+    """Prefill of 2,048 tokens and decode after them, tile sizes and transformers in turn."""
     from goldenkv.parity import transformers_model
 
     config, steps = bench(), 16
     model = Model(config)
     tokens = prompt(config, TOKENS + steps)
-    engine = Engine(model, config, max_length=TOKENS + steps)
     theirs = transformers_model(model, config)
 
-    def ours_once() -> tuple[float, float]:
+    def ours_once(engine: Engine) -> tuple[float, float]:
         seq = engine.open()
         prefill = seconds(lambda: engine.prefill(seq, tokens[:TOKENS]))
         decode = seconds(lambda: [engine.decode(seq, token) for token in tokens[TOKENS:]]) / steps
@@ -115,23 +117,30 @@ def speed(repeat: int) -> dict:
             )
         return prefill, decode / steps
 
-    ours_once()
-    pairs = [(ours_once(), theirs_once()) for _ in range(repeat)]
-    ours, other = (np.median([p[i] for p in pairs], axis=0) for i in range(2))
-    ratios = np.array([np.divide(t, o) for o, t in pairs])
-    tile = engine.numerics.tile
-    floor = multiplications(config, TOKENS // 2) / matrix_speed(tile)
-    return {
-        "prefill_tokens_per_s": TOKENS / ours[0],
-        "prefill_tokens_per_s_transformers": TOKENS / other[0],
-        "prefill_times_transformers": statistics.median(ratios[:, 0]),
-        "prefill_floor_tokens_per_s": 1 / floor,
-        "prefill_share_of_floor": floor * TOKENS / ours[0],
-        "decode_ms": ours[1] * 1e3,
-        "decode_ms_transformers": other[1] * 1e3,
-        "decode_share_of_transformers": statistics.median(1 / ratios[:, 1]),
-        "multiply_adds_a_token": multiplications(config, TOKENS // 2),
-    }
+    runs: dict[str, Callable[[], tuple[float, float]]] = {"transformers": theirs_once}
+    for tile in TILES:
+        engine = Engine(model, config, Numerics(tile=tile), max_length=TOKENS + steps)
+        ours_once(engine)
+        runs[f"tile {tile}"] = lambda engine=engine: ours_once(engine)
+    taken = {name: [] for name in runs}
+    for _ in range(repeat):
+        for name, run in runs.items():
+            taken[name].append(run())
+    base = np.array(taken["transformers"])
+    rate = {tile: matrix_speed(tile) / multiplications(config, TOKENS // 2) for tile in TILES}
+    out: dict = {"multiply_adds_a_token": multiplications(config, TOKENS // 2)}
+    for name, times in taken.items():
+        prefill, decode = np.median(times, axis=0)
+        out[name] = {"prefill_tokens_per_s": TOKENS / prefill, "decode_ms": decode * 1e3}
+        if name != "transformers":
+            ratio = np.median(base / np.array(times), axis=0)
+            floor = rate[int(name.split()[1])]
+            out[name] |= {
+                "prefill_times_transformers": ratio[0],
+                "decode_share_of_transformers": 1 / ratio[1],
+                "prefill_share_of_floor": TOKENS / prefill / floor,
+            }
+    return out
 
 
 def restore(repeat: int) -> dict:
@@ -178,6 +187,16 @@ def growth(repeat: int) -> dict:
     return json.loads(out.stdout)
 
 
+def peak_memory() -> int:
+    """Bytes of this process at its largest. `ru_maxrss` would count the parent that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return (
+            int(next(x for x in status.read_text().splitlines() if x.startswith("VmHWM")).split()[1]) * 1024
+        )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
 def grow() -> dict:
     """Tokens/s of the 1,024 tokens that end at each context, in one run up to the longest."""
     config, last = bench(), 1024
@@ -195,7 +214,7 @@ def grow() -> dict:
         )
     return {
         "tokens_per_s_at": speeds,
-        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "peak_memory_gb": peak_memory() / 1e9,
     }
 
 
