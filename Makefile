@@ -42,7 +42,8 @@ notebooks: $(STAMPS)/explore
 notebooks-check: $(STAMPS)/explore
 	$(BIN)/python notebooks/build.py --check
 
-parity: $(STAMPS)/parity
+parity: $(STAMPS)/parity $(STAMPS)/test
+	$(BIN)/python -m pytest tests/parity
 	$(BIN)/goldenkv parity --transformers
 	@if [ -d "$(GOLDEN)" ]; then set -ex; \
 	    $(BIN)/goldenkv parity "$(GOLDEN)" --which plain; \

@@ -62,7 +62,6 @@ def test_quantised(golden_dir: Path) -> None:
     assert report.ok
     compared = [row for row in report.rows if row.tolerance is not None]
     assert [row.name for row in compared] == ["logits, mean"]
-    assert compared[0].difference < 1e-3  # measured 3.5e-4
 
 
 def logits(model: Model, config: ModelConfig, tokens: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ def test_logits(name: str) -> None:
     assert report.ok, report
     assert [row.name for row in report.rows] == [
         "logits, one prefill",
-        "logits, 260 prefilled, then one by one",
+        "logits, decode after 260",
     ]
 
 

@@ -81,7 +81,7 @@ def transformers_report(
     stepped = np.concatenate([start, *(engine.decode(sequence, int(t))[None] for t in tokens[prefix:])])
     rows = (
         compare_arrays("logits, one prefill", whole, theirs["prefill"], tolerance),
-        compare_arrays(f"logits, {prefix} prefilled, then one by one", stepped, theirs["decode"], tolerance),
+        compare_arrays(f"logits, decode after {prefix}", stepped, theirs["decode"], tolerance),
     )
     return ParityReport(f"transformers, {name}", rows)
 
