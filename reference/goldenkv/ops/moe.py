@@ -65,18 +65,14 @@ def experts(
     has that one shape, so a row's bits depend neither on the rows in its block nor on how many there are.
 
     Args:
-        x: normalised layer inputs; t is a multiple of `row_block` or below it.
+        x: normalised layer inputs.
         weights: from `routing_weights`, 0 for experts not chosen.
         gate, up, down: expert matrices, i hidden and f intermediate channels.
         limit: clamp of the gate (above) and of the linear part (both sides).
         row_block: rows computed at a time.
-
-    Raises:
-        ValueError: t is above `row_block` and no multiple of it.
     """
-    size = min(row_block, len(x))
-    if len(x) % size:
-        raise ValueError(f"{len(x)} rows must be a multiple of {row_block=}")
+    count, size = len(x), min(row_block, len(x))
+    x, weights = (jnp.pad(a, ((0, -count % size), (0, 0))) for a in (x, weights))  # to whole blocks
     chosen = weights != 0.0
     blocks = (jnp.count_nonzero(chosen, axis=0) + size - 1) // size
     rows_first = jnp.argsort(~chosen, axis=0)  # for each expert the rows that chose it, then the others
@@ -95,7 +91,7 @@ def experts(
     def step(e: Array, total: Array) -> Array:
         return jax.lax.cond(blocks[e] > 0, add_expert, lambda _, total: total, e, total)
 
-    return jax.lax.fori_loop(0, gate.shape[0], step, jnp.zeros(x.shape, jnp.float32))
+    return jax.lax.fori_loop(0, gate.shape[0], step, jnp.zeros(x.shape, jnp.float32))[:count]
 
 
 @typed
