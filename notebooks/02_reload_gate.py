@@ -118,8 +118,8 @@ for r in results:
 figure = figures.gate_figure(results)
 
 # %% [markdown]
-# "One bit flipped" is not in the picture: the checksum in the snapshot's file caught it before anything ran.
-# Without the checksum it is the thin red line at the left of `entries`: one row, one wrong bit.
+# "Bit flipped" is not in the picture: the checksum in the snapshot's file caught it before anything ran.
+# Without the checksum one wrong bit of one entry spreads as soon as a query selects that entry.
 #
 # ## 3. What each missing piece corrupts
 #

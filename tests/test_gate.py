@@ -60,7 +60,7 @@ def test_every_path_is_equal_and_every_control_is_caught(report: Report) -> None
         "restore: new process",
     }
     assert all(r.reused == TOKENS for r in paths if r.reused)
-    assert [r.caught.split(",")[0] for r in controls if r.name == "one bit flipped"] == ["checksum"]
+    assert [r.caught.split(":")[0] for r in controls if r.name == "bit flipped"] == ["checksum"]
 
 
 def test_json_and_tables_say_the_same(report: Report) -> None:
@@ -115,7 +115,7 @@ def test_models_without_some_components(tmp_path: Path) -> None:
     config = dataclasses.replace(tiny(), num_hidden_layers=1, compress_ratios=(0,), num_hash_layers=0)
     gate = gate_of(checkpoint(tmp_path, config), 100)
     assert "overlap dropped" not in gate.names and "two entries swapped" not in gate.names
-    for name in ("restore: disk", "stale window rows", "one bit flipped", "one bit flipped, unverified"):
+    for name in ("restore: disk", "stale window rows", "bit flipped", "bit flipped, unverified"):
         assert gate.run_line(name).ok, name
 
 

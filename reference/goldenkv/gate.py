@@ -103,8 +103,8 @@ class Gate:
             if applies:  # a model without CSA layers has no overlap, a short prompt may have no entries
                 lines[name] = partial(self._damaged, name, damage)
         return lines | {
-            "one bit flipped": self._flipped_bit,
-            "one bit flipped, unverified": self._flipped_bit_unverified,
+            "bit flipped": self._flipped_bit,
+            "bit flipped, unverified": self._flipped_bit_unverified,
             "free-shape chunks": self._free_shape,
         }
 
@@ -243,9 +243,9 @@ class Gate:
         if difference.same:
             caught = ""
         elif len(wrong):
-            caught = f"logits, from decode step {wrong[0] + 1}"
+            caught = f"logits: from decode step {wrong[0] + 1}"
         else:
-            caught = "state, not yet by logits"
+            caught = "state: no logits differ yet"
         return Result(name, True, snapshot.length, snapshot.nbytes, difference, seconds, caught)
 
     def _stale_window(self, config: ModelConfig, rows: Rows) -> Rows:
@@ -270,14 +270,14 @@ class Gate:
         try:
             Snapshot.from_bytes(self._flipped_file())
         except CorruptSnapshot as error:
-            caught = f"checksum, {error}"
+            caught = f"checksum: {error}"
         seconds = time.perf_counter() - began
         length, nbytes = self.snapshot.length, self.snapshot.nbytes
-        return Result("one bit flipped", True, length, nbytes, None, seconds, caught)
+        return Result("bit flipped", True, length, nbytes, None, seconds, caught)
 
     def _flipped_bit_unverified(self) -> Result:
         snapshot = Snapshot.from_bytes(self._flipped_file(), verify=False)
-        return self._control("one bit flipped, unverified", snapshot)
+        return self._control("bit flipped, unverified", snapshot)
 
     def _free_shape(self) -> Result:
         """The same prompt in two chunk plans, each chunk computed in its own shape."""
@@ -293,8 +293,8 @@ class Gate:
             engine.close(seq)
         seconds = time.perf_counter() - began
         difference = compare(*found)
-        caught = "" if difference.same else "two chunk plans that differ"
-        return Result(f"free-shape chunks ({len(tokens)} tokens)", True, 0, 0, difference, seconds, caught)
+        caught = "" if difference.same else "comparison: two chunk plans differ"
+        return Result("free-shape chunks", True, 0, 0, difference, seconds, caught)
 
 
 def _drop_overlap(config: ModelConfig, rows: Rows) -> Rows:

@@ -77,11 +77,13 @@ def tables(report: Report) -> list[Table]:
     paths.add_column("")
     controls = _table("Controls: damage that must be caught")
     controls.add_column("equal rows", justify="right")
+    controls.add_column("first difference")
     controls.add_column("caught by")
     for r in report.results:
         rows = "" if r.difference is None else _count(r.difference)
         if r.control:
-            controls.add_row(r.name, rows, f"[green]{r.caught}[/]" if r.ok else "[bold red]NOT CAUGHT[/]")
+            verdict = f"[green]{_short(r.caught)}[/]" if r.ok else "[bold red]NOT CAUGHT[/]"
+            controls.add_row(r.name, rows, _place(r), verdict)
             continue
         paths.add_row(
             r.name,
@@ -100,8 +102,15 @@ def _count(difference: Difference) -> str:
 
 
 def _place(result: Result) -> str:
-    assert result.difference is not None and result.difference.first is not None
-    return "{} row {}".format(*result.difference.first)
+    if result.difference is None or result.difference.first is None:
+        return ""
+    return "{}[{}]".format(*result.difference.first)
+
+
+def _short(caught: str) -> str:
+    """`logits: from decode step 5` becomes `logits, step 5`; of other texts the first word stays."""
+    kind, _, more = caught.partition(": ")
+    return f"{kind}, step {more.split()[-1]}" if kind == "logits" else kind
 
 
 def _table(title: str) -> Table:
