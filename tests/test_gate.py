@@ -194,6 +194,7 @@ def test_reload_fails_with_exit_code_1(
         (["reload", "--tokens", "9000000"], 2, "9000000 were asked for"),
         (["reload", "--checkpoint", "/nowhere"], 2, "config.json"),
         (["reload", "--dtype", "float16"], 2, "float16"),
+        (["reload", "--json", "/nowhere/out.json"], 2, "no folder '/nowhere'"),
         (["parity"], 2, "either a folder of golden vectors or --transformers"),
         (["parity", "/nowhere"], 2, "/nowhere"),
         (["--version"], 0, "0.1.0"),
@@ -232,12 +233,18 @@ def test_a_tokenizer(tmp_path: Path) -> None:
         tokenizer_tokens("a", tmp_path / "bad.json")
 
 
-def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_extras_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before anything runs."""
     from goldenkv.errors import MissingExtra
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtra, match=r"pip install 'goldenkv\[tokenizer\]'"):
         tokenizer_tokens("a", tmp_path / "tokenizer.json")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(monkeypatch, "reload", "--figure", str(tmp_path / "out.png")) == 2
+    assert "pip install 'goldenkv[explore]'" in capsys.readouterr().err
 
 
 def test_numerics_reach_the_second_process() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import __version__
@@ -30,7 +31,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, MissingExtra) as error:
-        _err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        _err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
 
 
@@ -89,8 +90,11 @@ def reload(
     from .gate_report import Report, tables
     from .text import byte_tokens, default_text, tokenizer_tokens
 
+    _check_folders(json_file, figure)
     if figure is not None:
-        from .figures import gate_figure, save_figure
+        from .figures import gate_figure, pyplot, save_figure
+
+        pyplot()  # a missing extra must show before the run, not after it
     words = default_text() if text is None else text.read_text()
     source = ModelSource(
         Numerics(dtype=dtype, fake_quantisation=fake_quantisation),
@@ -131,6 +135,13 @@ def reload(
     )
 
 
+def _check_folders(*files: Path | None) -> None:
+    """Before a run, that its results can be written after it."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}")
+
+
 def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description:<32}"),
@@ -164,6 +175,7 @@ def parity(
     """
     from . import parity as compare
 
+    _check_folders(json_file)
     if (directory is None) != transformers:
         raise typer.BadParameter("give either a folder of golden vectors or --transformers")
     if directory is not None:

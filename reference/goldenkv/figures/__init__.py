@@ -1,6 +1,6 @@
 """Pictures of results. Matplotlib comes with the extra `explore`."""
 
-from .base import save_figure
+from .base import pyplot, save_figure
 from .gate import gate_figure
 from .knockout import damage_figure, error_figure
 from .reach import Pooled, Reach, cache_figure, pooled_figure, reach_figure
@@ -19,6 +19,7 @@ __all__ = [
     "live_rows_figure",
     "pooled_figure",
     "pooling_weights_figure",
+    "pyplot",
     "reach_figure",
     "save_figure",
     "shares_figure",
