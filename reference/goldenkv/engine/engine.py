@@ -16,6 +16,7 @@ from ..state import pool as pools
 from ..state.fingerprint import fingerprint, weights_digest
 from ..state.pool import Geometry, Rows
 from ..state.snapshot import Snapshot
+from .sampling import greedy
 from .slots import CapacityError, Sequence, Slots
 
 
@@ -209,7 +210,7 @@ class Engine:
         """
         tokens, rows = [], []
         for _ in range(steps):
-            token = int(np.argmax(logits)) if choose is None else choose(logits, seq.length)
+            token = greedy(logits) if choose is None else choose(logits, seq.length)
             logits = self.decode(seq, token)
             tokens.append(token)
             rows.append(logits)
