@@ -374,6 +374,7 @@ def test_more_draft_layers_than_mtp_layers() -> None:
 
 
 def test_identity_holds_every_field_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()  # XLA reads its flags now, not the ones of this test
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=2  --xla_a=1")
     found = Numerics().identity()
     machine = {"jaxlib", "xla_flags", "platform", "device_kind", "isa"}
