@@ -103,7 +103,8 @@ def boundary_bytes(config: ModelConfig, length: int, *, window: bool) -> int:
     sizes = {"bfloat16": 2, "float32": 4}
     total = 0
     for cell in cells(config):
-        if not cell.component.paged and (cell.component.name == "window") is window:
+        name = cell.component.name
+        if not cell.component.paged and not name.startswith("draft") and (name == "window") is window:
             rows, channels = cell.shape(config, length)
             total += rows * channels * sizes[cell.component.dtype(Numerics(dtype="bfloat16"))]
     return total

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goldenkv.config import ModelConfig, Numerics, micro, tiny
-from goldenkv.engine import CapacityError, Engine, Sequence, greedy, sample
+from goldenkv.engine import CapacityError, Engine, Sequence, generate, greedy, sample
 from goldenkv.model.weights import Model
 from goldenkv.state import ForeignSnapshot, Snapshot, compare
 
@@ -438,7 +438,7 @@ def test_generate_greedily(micro_engine: Engine) -> None:
     seq = micro_engine.open()
     logits = micro_engine.prefill(seq, tokens_of(20))
     state = micro_engine.snapshot(seq)
-    tokens, rows = micro_engine.generate(seq, logits, 12)
+    tokens, rows = generate(micro_engine, seq, logits, 12)
     assert seq.length == 32 and rows.shape == (12, 64) and rows.dtype == np.float32
 
     by_hand, now = micro_engine.restore(state), logits
@@ -449,9 +449,9 @@ def test_generate_greedily(micro_engine: Engine) -> None:
 
     micro_engine.close(by_hand)
     again = micro_engine.restore(state)
-    first, half = micro_engine.generate(again, logits, 5)
+    first, half = generate(micro_engine, again, logits, 5)
     again = micro_engine.restore(micro_engine.snapshot(again))
-    second, rest = micro_engine.generate(again, half[-1], 7)
+    second, rest = generate(micro_engine, again, half[-1], 7)
     assert first + second == tokens
     assert_same({"logits": np.concatenate([half, rest])}, {"logits": rows})
 
@@ -459,7 +459,7 @@ def test_generate_greedily(micro_engine: Engine) -> None:
 def test_generate_nothing(micro_engine: Engine) -> None:
     seq = micro_engine.open()
     logits = micro_engine.prefill(seq, tokens_of(5))
-    tokens, rows = micro_engine.generate(seq, logits, 0)
+    tokens, rows = generate(micro_engine, seq, logits, 0)
     assert tokens == [] and rows.shape == (0, 64) and seq.length == 5
 
 
@@ -472,15 +472,15 @@ def test_generate_by_seeded_sampling(micro_engine: Engine) -> None:
     def drawn(seed: int, temperature: float = 1.0) -> list[int]:
         again = micro_engine.restore(state)
         choose = functools.partial(sample, seed=seed, temperature=temperature)
-        tokens, _ = micro_engine.generate(
-            again, logits, 16, lambda row, position: choose(row, position=position)
+        tokens, _ = generate(
+            micro_engine, again, logits, 16, lambda row, position: choose(row, position=position)
         )
         micro_engine.close(again)
         return tokens
 
     assert drawn(1) == drawn(1)
     assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
-    assert drawn(1, temperature=1e-6) == micro_engine.generate(micro_engine.restore(state), logits, 16)[0]
+    assert drawn(1, temperature=1e-6) == generate(micro_engine, micro_engine.restore(state), logits, 16)[0]
 
 
 def test_sampling_follows_the_softmax() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from .config import ModelConfig
-from .engine import Engine, FreeShapeEngine, Sequence
+from .engine import Engine, FreeShapeEngine, Sequence, generate
 from .gate_process import ModelSource, restore_elsewhere
 from .gate_report import Report, Result
 from .model.weights import Model
@@ -124,7 +124,7 @@ class Gate:
         logits = self.engine.prefill(seq, self.tokens)
         self.cold_seconds = time.perf_counter() - began
         self.snapshot = self.engine.snapshot(seq)
-        self.decoded, after = self.engine.generate(seq, logits, self.steps)
+        self.decoded, after = generate(self.engine, seq, logits, self.steps)
         self.expected = self._everything(self.snapshot.rows, self.engine.rows(seq), after)
         self.engine.close(seq)
 

@@ -2,7 +2,7 @@
 
 from .model import CSA_RATIO, ConfigError, LayerKind, ModelConfig, Yarn
 from .numerics import Numerics
-from .presets import bench, flash, micro, pro, tiny
+from .presets import bench, flash, micro, pro, tiny, with_mtp
 
 __all__ = [
     "CSA_RATIO",
@@ -16,4 +16,5 @@ __all__ = [
     "micro",
     "pro",
     "tiny",
+    "with_mtp",
 ]

@@ -26,6 +26,7 @@ class LayerKind(enum.Enum):
     WINDOW = "sliding_attention"
     CSA = "compressed_sparse_attention"
     HCA = "heavily_compressed_attention"
+    MTP = "multi_token_prediction"  # a window-only layer one token behind the others; never in `layer_types`
 
 
 class ConfigError(ValueError):
@@ -126,16 +127,23 @@ class ModelConfig:
         return out
 
     def kind(self, layer: int) -> LayerKind:
-        """The kind of a layer."""
+        """The kind of a layer, the MTP layer included: it follows the main ones."""
         ratio = self.compress_ratios[layer]
+        if layer >= self.num_hidden_layers:
+            return LayerKind.MTP
         if ratio == 0:
             return LayerKind.WINDOW
         return LayerKind.CSA if ratio == CSA_RATIO else LayerKind.HCA
 
     @property
     def layers(self) -> range:
-        """The indices of the main layers (MTP layers not counted)."""
+        """The indices of the main layers (the MTP layer not counted)."""
         return range(self.num_hidden_layers)
+
+    @property
+    def state_layers(self) -> range:
+        """The indices of all layers that remember something: the main ones, then the MTP layer if any."""
+        return range(self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
     def alignment(self) -> int:
@@ -195,6 +203,7 @@ def _check(c: ModelConfig) -> None:
         count >= c.num_hidden_layers + c.num_nextn_predict_layers,  # later checkpoints add draft layers
         f"compress_ratios has {count} entries for {{num_hidden_layers}} and {{num_nextn_predict_layers}}",
     )
+    need(c.num_nextn_predict_layers <= 1, "{num_nextn_predict_layers} must be 0 or 1: V4 has one MTP layer")
     need(not any(mtp), f"the MTP entries of compress_ratios must be 0 (window only), got {mtp}")
     hca = {r for r in c.compress_ratios if r not in (0, CSA_RATIO)}
     need(

@@ -56,3 +56,9 @@ def micro() -> ModelConfig:
         head_dim=16, q_lora_rank=16, o_lora_rank=8, index_topk=2, moe_intermediate_size=16,
         yarn=Yarn(factor=16.0, original_max_position_embeddings=64), max_position_embeddings=4096,
     )  # fmt: skip
+
+
+def with_mtp(config: ModelConfig) -> ModelConfig:
+    """The same model with an MTP layer, which drafts tokens."""
+    ratios = (*config.compress_ratios[: config.num_hidden_layers], 0)
+    return dataclasses.replace(config, num_nextn_predict_layers=1, compress_ratios=ratios)

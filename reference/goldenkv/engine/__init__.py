@@ -1,8 +1,19 @@
-"""One engine: prefill, decode, batches, snapshots."""
+"""One engine: prefill, decode, batches, snapshots, drafts."""
 
 from .engine import Engine
 from .free_shape import FreeShapeEngine
+from .generate import Speculation, generate, speculate
 from .sampling import greedy, sample
 from .slots import CapacityError, Sequence
 
-__all__ = ["CapacityError", "Engine", "FreeShapeEngine", "Sequence", "greedy", "sample"]
+__all__ = [
+    "CapacityError",
+    "Engine",
+    "FreeShapeEngine",
+    "Sequence",
+    "Speculation",
+    "generate",
+    "greedy",
+    "sample",
+    "speculate",
+]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 
 import jax
 import numpy as np
 
 from ..config import ModelConfig, Numerics
+from ..model import mtp
 from ..model.tile import Probe, run_tile
 from ..model.weights import Model
 from ..state import pool as pools
 from ..state.fingerprint import fingerprint, weights_digest
 from ..state.pool import Geometry, Rows
 from ..state.snapshot import Snapshot
-from .sampling import greedy
+from .sampling import checked_tokens
 from .slots import CapacityError, Sequence, Slots
 
 
@@ -31,6 +32,7 @@ class Engine:
         max_length: the most tokens of a sequence.
         pages: pages shared by all sequences; enough for every slot at its maximum by default.
         page_size: tokens a page, a multiple of `config.alignment`, which is the default.
+        rollback: the most tokens that `rollback` can take back.
         fill: what the pool holds before anything is written. No bit of any result depends on it.
 
     Raises:
@@ -50,6 +52,7 @@ class Engine:
         max_length: int = 4096,
         pages: int | None = None,
         page_size: int | None = None,
+        rollback: int = 8,
         fill: float = 0.0,
     ) -> None:
         self.config = config
@@ -67,6 +70,7 @@ class Engine:
             pages=slots * self._table_size if pages is None else pages,
             page_size=page_size,
             tile=self._largest_tile,
+            rollback=rollback,
             aligned=self.aligned,
         )
         leaves, self._structure = jax.tree.flatten(model)
@@ -128,7 +132,7 @@ class Engine:
             ValueError: no tokens, an id outside the vocabulary, or a plan that does not sum up.
             CapacityError: past `max_length`, or out of pages. The sequence is unchanged.
         """
-        ids = self._checked(tokens)
+        ids = checked_tokens(tokens, self.config.vocab_size)
         plan = [len(ids)] if chunk_plan is None else list(chunk_plan)
         if sum(plan) != len(ids) or min(plan) < 1:
             raise ValueError(f"chunk_plan must hold positive lengths that sum to {len(ids)}, got {plan}")
@@ -159,7 +163,7 @@ class Engine:
         """
         if len({id(seq) for seq, _ in work}) != len(work):
             raise ValueError("a sequence appears twice in the batch")
-        checked = [(seq, self._checked(tokens)) for seq, tokens in work]
+        checked = [(seq, checked_tokens(tokens, self.config.vocab_size)) for seq, tokens in work]
         self._slots.reserve([(seq, seq.length + len(ids)) for seq, ids in checked])
         running = {i: self._run(seq, ids, probe=False) for i, (seq, ids) in enumerate(checked)}
         last: dict[int, tuple[slice, jax.Array]] = {}
@@ -181,7 +185,7 @@ class Engine:
 
         It runs a program of its own, so compare its values with tolerances, not bits.
         """
-        ids = self._checked(tokens)
+        ids = checked_tokens(tokens, self.config.vocab_size)
         self._slots.reserve([(seq, seq.length + len(ids))])
         steps = [
             (np.asarray(logits)[live], jax.tree.map(lambda a, live=live: np.asarray(a)[live], probe))
@@ -189,45 +193,6 @@ class Engine:
         ]
         probe = jax.tree.map(lambda *parts: np.concatenate(parts), *(p for _, p in steps))
         return np.concatenate([logits for logits, _ in steps]), probe
-
-    def generate(
-        self,
-        seq: Sequence,
-        logits: np.ndarray,
-        steps: int,
-        choose: Callable[[np.ndarray, int], int] | None = None,
-    ) -> tuple[list[int], np.ndarray]:
-        """Decodes `steps` tokens, each chosen from the logits before it.
-
-        Args:
-            seq: the sequence, whose next token is to be chosen from `logits`.
-            logits: what the last `prefill` or `decode` returned.
-            choose: from (logits, position) to a token; greedy by default. For seeded sampling pass
-                `lambda logits, position: sample(logits, seed, position)`.
-
-        Returns:
-            The tokens, and the logits after each, float32 [steps, vocabulary].
-        """
-        tokens, rows = [], []
-        for _ in range(steps):
-            token = greedy(logits) if choose is None else choose(logits, seq.length)
-            logits = self.decode(seq, token)
-            tokens.append(token)
-            rows.append(logits)
-        return tokens, np.array(rows, np.float32).reshape(steps, self.config.vocab_size)
-
-    def _checked(self, tokens: Tokens[int] | np.ndarray) -> np.ndarray:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(
-                f"tokens must be a non-empty list of integers, got shape {ids.shape} of {ids.dtype}"
-            )
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            bad = int(np.argmax((ids < 0) | (ids >= self.config.vocab_size)))
-            raise ValueError(
-                f"token {ids[bad]} at index {bad} is outside the vocabulary 0 .. {self.config.vocab_size - 1}"
-            )
-        return ids.astype(np.int32)
 
     def _run(
         self, seq: Sequence, ids: np.ndarray, *, probe: bool
@@ -272,8 +237,45 @@ class Engine:
             aligned=self.aligned,
             probe=probe,
         )
-        seq.length = end
+        self._slots.advance(seq, end)
         return logits, seen
+
+    # Drafts --------------------------------------------------------------------------------------------
+
+    def draft(self, seq: Sequence, token: int, count: int) -> list[int]:
+        """Guesses what follows `token`, which comes next but is not in the sequence yet. Changes nothing.
+
+        Args:
+            seq: at least one token long.
+            token: the next token.
+            count: guesses, at most `rollback` of this engine.
+
+        Raises:
+            ValueError: the model has no MTP layer, or an argument is out of range.
+        """
+        self._slots.check(seq)
+        most = self.geometry.rollback
+        if not self.config.num_nextn_predict_layers:
+            raise ValueError("the model has no MTP layer (num_nextn_predict_layers=0), so it cannot draft")
+        if seq.length < 1 or not 0 <= count <= most:
+            raise ValueError(f"{count=} must lie in 0 .. {most} (rollback), after at least one token")
+        checked_tokens([token], self.config.vocab_size)
+        at = np.int32(token), np.int32(seq.length), np.int32(seq.slot), np.int32(count)
+        fixed = dict(structure=self._structure, config=self.config, numerics=self.numerics, most=most)
+        return np.asarray(mtp.draft(self._leaves, self._pool[-1], *at, **fixed))[:count].tolist()
+
+    def rollback(self, seq: Sequence, length: int) -> None:
+        """Takes the last tokens of a sequence back: it is then as if they had never been there.
+
+        Args:
+            seq: the sequence.
+            length: of the sequence afterwards. At most `rollback` tokens below the most that it ever had, and
+                not below the length at which it was restored: what was overwritten cannot come back.
+
+        Raises:
+            ValueError: another length. The sequence is unchanged.
+        """
+        self._slots.rollback(seq, length)
 
     def wait(self) -> None:
         """Returns when all device work is done; calls return before that. For timing."""
@@ -307,5 +309,5 @@ class Engine:
         self._pool = pools.write_rows(
             self.config, self._pool, seq.slot, seq.pages, snapshot.length, snapshot.rows
         )
-        seq.length = snapshot.length
+        self._slots.advance(seq, snapshot.length, restored=True)
         return seq

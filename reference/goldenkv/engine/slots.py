@@ -14,11 +14,17 @@ class CapacityError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """What one live sequence owns. Made by `Engine.open` and `Engine.restore`, ended by `Engine.close`."""
+    """What one live sequence owns. Made by `Engine.open` and `Engine.restore`, ended by `Engine.close`.
+
+    `longest` is the most tokens it ever had, `restored` the length with which it began: what lies before that
+    or was overwritten since cannot be rolled back to.
+    """
 
     owner: Slots
     slot: int
     length: int = 0
+    longest: int = 0
+    restored: int = 0
     pages: list[int] = field(default_factory=list)
     open: bool = True
 
@@ -78,3 +84,28 @@ class Slots:
         for (seq, _), count in zip(wanted, missing, strict=True):
             seq.pages += self.free_pages[:count]
             del self.free_pages[:count]
+
+    def advance(self, seq: Sequence, length: int, *, restored: bool = False) -> None:
+        """The sequence now has `length` tokens; `restored` if they came from a snapshot."""
+        seq.length = length
+        seq.longest = max(seq.longest, length)
+        if restored:
+            seq.restored = length
+
+    def rollback(self, seq: Sequence, length: int) -> None:
+        """Shortens a sequence and frees the pages that it needs no more.
+
+        Raises:
+            ValueError: the sequence is closed, or its state at `length` is not there any more.
+        """
+        self.check(seq)
+        lowest = max(seq.restored, seq.longest - self._geometry.rollback)
+        if not lowest <= length <= seq.length:
+            raise ValueError(
+                f"a rollback to {length} tokens must stay within {lowest} .. {seq.length}: rows before may "
+                f"be gone (rollback={self._geometry.rollback}, restored at {seq.restored})"
+            )
+        kept = -(-length // self._geometry.page_size)
+        self.free_pages.extend(seq.pages[kept:])
+        del seq.pages[kept:]
+        seq.length = length

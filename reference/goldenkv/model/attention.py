@@ -201,8 +201,8 @@ def _absorb_entries(
 
 
 def layer_frequencies(config: ModelConfig, layer: int) -> np.ndarray:
-    """RoPE frequencies of a layer: window-only layers have a theta of their own and no YaRN."""
-    if config.kind(layer) is LayerKind.WINDOW:
+    """RoPE frequencies of a layer: window-only layers, MTP too, have a theta of their own and no YaRN."""
+    if not config.compress_ratios[layer]:
         return frequencies(config.qk_rope_head_dim, config.rope_theta)
     if config.yarn is None:
         return frequencies(config.qk_rope_head_dim, config.compress_rope_theta)

@@ -16,17 +16,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from ..config import ModelConfig, Numerics
-from ..ops import mhc, moe
-from ..ops.linear import project
-from ..ops.norm import rms_norm
 from ..state.pool import Pool
+from . import mtp
 from . import weights as w
-from .attention import Buffers, Place, Selection, Tile, attention
+from .attention import Place, Tile
+from .layer import output_logits, run_layer
 
 
 class Probe(NamedTuple):
-    """What a tile computed on the way, for comparison and drawing; one element a layer where a tuple.
+    """What a tile computed on the way, for comparison and drawing; one element a main layer where a tuple.
 
+    `draft_logits` are those of the MTP layer, which is one token behind: row t follows from the streams of
+    token t - 1 and the id of token t, and predicts token t + 1. Row 0 means nothing. None without MTP.
     `index_q` and `index_weight` (queries and head weights of the indexer) and `selected` (entry ids, best
     first, -1 for none) are None for layers that are not CSA.
     """
@@ -35,6 +36,7 @@ class Probe(NamedTuple):
     selected: tuple[Array | None, ...]
     index_q: tuple[Array | None, ...]
     index_weight: tuple[Array | None, ...]
+    draft_logits: Array | None
 
 
 @partial(
@@ -82,71 +84,20 @@ def run_tile(
     hidden = model.embed[...][jnp.where(live, tokens, 0)]
     streams = jnp.repeat(hidden[:, None, :], config.hc_mult, axis=1)
     new_pool, seen_streams, selections = [], [], []
-    for number, (layer, buffers) in enumerate(zip(model.layers, pool, strict=True)):
+    for number, (layer, buffers) in enumerate(zip(model.layers, pool[: len(model.layers)], strict=True)):
         at = Place(tile, config, numerics, number)
-        streams, buffers, selection = _layer(layer, streams, buffers, tokens, at)
+        streams, buffers, selection = run_layer(layer, streams, buffers, tokens, at)
         new_pool.append(buffers)
         seen_streams.append(streams)
         selections.append(selection)
-    logits = _head(model, streams, config)
+    logits = output_logits(model.head_mixing, model.norm[...], model.head[...], streams, config)
+    draft_logits = None
+    if model.mtp is not None:
+        at = Place(tile, config, numerics, config.num_hidden_layers)
+        buffers, draft_logits = mtp.follow(model, streams, pool[-1], tokens, at)
+        new_pool.append(buffers)
     seen = None
     if probe:
         parts = zip(*(s or (None, None, None) for s in selections), strict=True)
-        seen = Probe(tuple(seen_streams), *parts)
+        seen = Probe(tuple(seen_streams), *parts, draft_logits)
     return tuple(new_pool), logits, seen
-
-
-def _layer(
-    layer: w.Layer, streams: Float[Array, "t s d"], buffers: Buffers, tokens: Int32[Array, " t"], at: Place
-) -> tuple[Float[Array, "t s d"], Buffers, Selection | None]:
-    """Attention, then MoE, each reading and writing the residual streams through mHC."""
-    eps = at.config.rms_norm_eps
-    pre, post, comb = _mixing(layer.attention_mixing, streams, at.config)
-    x = rms_norm(mhc.collapse(streams, pre), layer.attention_norm[...], eps)
-    output, buffers, selection = attention(layer.attention, x, buffers, at)
-    streams = mhc.expand(streams, output, post, comb)
-
-    pre, post, comb = _mixing(layer.moe_mixing, streams, at.config)
-    x = rms_norm(mhc.collapse(streams, pre), layer.moe_norm[...], eps)
-    return mhc.expand(streams, _moe(layer.moe, x, tokens, at), post, comb), buffers, selection
-
-
-def _mixing(
-    mixing: w.StreamMixing, streams: Float[Array, "t s d"], config: ModelConfig
-) -> tuple[Array, Array, Array]:
-    return mhc.stream_mixing(
-        streams,
-        mixing.weight[...],
-        mixing.base[...],
-        mixing.scale[...],
-        iterations=config.hc_sinkhorn_iters,
-        eps=config.hc_eps,
-        norm_eps=config.rms_norm_eps,
-    )
-
-
-def _moe(m: w.Moe, x: Float[Array, "t i"], tokens: Int32[Array, " t"], at: Place) -> Float[Array, "t i"]:
-    """Routed experts plus the shared expert."""
-    config = at.config
-    scores = moe.router_scores(x, m.router[...])
-    if m.table is not None:
-        chosen = moe.hash_routing(jnp.where(at.tile.live, tokens, 0), m.table[...])
-    else:
-        assert m.bias is not None
-        chosen = moe.learned_routing(scores, m.bias[...], config.num_experts_per_tok)
-    scale, normalise = config.routed_scaling_factor, config.norm_topk_prob
-    weights = moe.routing_weights(scores, chosen, scale, normalise=normalise)
-    weights = jnp.where(at.tile.live[:, None], weights, 0.0)  # no expert runs for padding alone
-    routed = moe.experts(x, weights, m.gate[...], m.up[...], m.down[...], config.swiglu_limit)
-    shared = (m.shared_gate[...], m.shared_up[...], m.shared_down[...])
-    ones = jnp.ones(len(x), jnp.float32)
-    return (routed + moe.expert(x, ones, *shared, config.swiglu_limit)).astype(x.dtype)
-
-
-def _head(model: w.Model, streams: Float[Array, "t s d"], config: ModelConfig) -> Float[Array, "t v"]:
-    """Logits in float32."""
-    head, eps = model.head_mixing, config.rms_norm_eps
-    row = mhc.head_collapse(
-        streams, head.weight[...], head.base[...], head.scale[...], eps=config.hc_eps, norm_eps=eps
-    )
-    return project(rms_norm(row.astype(jnp.float32), model.norm[...], eps), model.head[...])

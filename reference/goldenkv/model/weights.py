@@ -6,6 +6,7 @@ checkpoint tensors appear only in `checkpoint.py`.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -19,16 +20,21 @@ class _Maker:
     """Makes parameters: matrices in the compute dtype, everything else in float32.
 
     NumPy draws the values: the same seed gives the same weights on every platform, and nothing compiles.
+    Without a seed parameters have a shape and a dtype and no values.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, seed: int) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, seed: int | None) -> None:
         self.config = config
         self.dtype = jnp.dtype(numerics.dtype)
-        self.rng = np.random.default_rng(seed)
+        self.rng = None if seed is None else np.random.default_rng(seed)
 
     def normal(self, *shape: int, scale: float, mean: float = 0.0, dtype: jnp.dtype = _FLOAT32) -> nnx.Param:
-        values = self.rng.standard_normal(shape, np.float32) * np.float32(scale) + np.float32(mean)
-        return nnx.Param(jnp.array(values.astype(dtype)))
+        if self.rng is None:
+            return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+        values = self.rng.standard_normal(shape, np.float32)
+        values *= np.float32(scale)  # in place: a model of production shape fills most of a small machine
+        values += np.float32(mean)
+        return nnx.Param(jnp.array(values.astype(dtype, copy=False)))
 
     def matrix(self, *shape: int, dtype: jnp.dtype | None = None) -> nnx.Param:
         """Products keep the size of their inputs, which are the last axis but one."""
@@ -39,6 +45,8 @@ class _Maker:
 
     def table(self, rows: int, top_k: int, choices: int) -> nnx.Param:
         """For each row `top_k` different choices."""
+        if self.rng is None:
+            return nnx.Param(jax.ShapeDtypeStruct((rows, top_k), jnp.int32))
         order = np.argsort(self.rng.random((rows, choices)), axis=1)
         return nnx.Param(jnp.array(order[:, :top_k].astype(np.int32)))
 
@@ -80,7 +88,7 @@ class Attention(nnx.Module):
         )
         self.out = make.matrix(c.o_groups * c.o_lora_rank, c.hidden_size)
         self.compressor = nnx.data(
-            None if kind is LayerKind.WINDOW else Compressor(make, ratio, c.head_dim, kind is LayerKind.CSA)
+            Compressor(make, ratio, c.head_dim, kind is LayerKind.CSA) if ratio else None
         )
         self.indexer = nnx.data(Indexer(make, ratio) if kind is LayerKind.CSA else None)
 
@@ -137,21 +145,37 @@ class Layer(nnx.Module):
         self.moe = Moe(make, layer)
 
 
+class Mtp(nnx.Module):
+    """The multi-token prediction layer: a window-only layer with a learned router, and what leads into it."""
+
+    def __init__(self, make: _Maker) -> None:
+        hidden = make.config.hidden_size
+        self.embed_norm = make.gain(hidden)
+        self.embed_proj = make.matrix(hidden, hidden)
+        self.streams_norm = make.gain(hidden)
+        self.streams_proj = make.matrix(hidden, hidden)
+        self.layer = Layer(make, make.config.num_hidden_layers)
+        self.head_mixing = HeadMixing(make)
+        self.norm = make.gain(hidden)
+
+
 class Model(nnx.Module):
-    """All weights of a model (MTP layers not included).
+    """All weights of a model; `mtp` is None where the configuration has no MTP layer.
 
     Args:
         config: the shapes.
         numerics: `dtype` is the dtype of the matrices; norms, biases, sinks, compressors, mHC, routers and
             the head are float32, as in the published code.
         seed: of the random initial values. Sinks, position biases and router biases are not zero, so that
-            dropping one of them shows.
+            dropping one of them shows. None makes shapes without values, for a loader to fill.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics | None = None, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics | None = None, seed: int | None = 0) -> None:
         make = _Maker(config, numerics or Numerics(), seed)
         self.embed = make.normal(config.vocab_size, config.hidden_size, scale=1.0, dtype=make.dtype)
         self.layers = nnx.List([Layer(make, layer) for layer in config.layers])
         self.head_mixing = HeadMixing(make)
         self.norm = make.gain(config.hidden_size)
         self.head = make.matrix(config.hidden_size, config.vocab_size, dtype=_FLOAT32)
+        # Drawn last: the other weights of a seed do not depend on it.
+        self.mtp = nnx.data(Mtp(make) if config.num_nextn_predict_layers else None)

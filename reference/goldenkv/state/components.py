@@ -13,10 +13,15 @@ overlap_kv, _score  CSA         tokens of the last finished block           ring
 index_keys          CSA         entries 0 .. L // m - 1                     pages
 index_rows_*        CSA         as rows_*, of the indexer's compressor      ring
 index_overlap_*     CSA         as overlap_*, of the indexer's compressor   ring
+draft_window        MTP         tokens L - W .. L - 2                       ring
+draft_streams       MTP         token L - 1                                 ring
 ==================  ==========  ==========================================  =========
 
 A *paged* component needs all of its pages for a hit; a *boundary* component needs only the state at the one
 position. Overlap rows keep the first half of their channels: the second half is already in an entry.
+
+The MTP layer is one token behind: its row for token i needs the streams of token i and the id of token i + 1.
+So it keeps the streams of the last token, from which the next row will be made.
 """
 
 from __future__ import annotations
@@ -26,9 +31,10 @@ from dataclasses import dataclass
 
 from ..config import LayerKind, ModelConfig, Numerics
 
-_ALL = frozenset(LayerKind)
+_MAIN = frozenset(LayerKind) - {LayerKind.MTP}
 _COMPRESSED = frozenset({LayerKind.CSA, LayerKind.HCA})
 _CSA = frozenset({LayerKind.CSA})
+_MTP = frozenset({LayerKind.MTP})
 
 
 class Span(enum.Enum):
@@ -38,13 +44,26 @@ class Span(enum.Enum):
     ENTRIES = "all finished entries"
     UNFINISHED = "the tokens of the unfinished block"
     LAST_BLOCK = "the tokens of the last finished block"
+    LATE_WINDOW = "the last W - 1 tokens but one"
+    LAST_TOKEN = "the last token"
 
 
 class Width(enum.Enum):
-    """How many channels a row has: those of an attention or of an index key."""
+    """How many channels a row has."""
 
-    HEAD = "head_dim"
-    INDEX = "index_head_dim"
+    HEAD = "an attention key"
+    INDEX = "an index key"
+    STREAMS = "all residual streams"
+
+    def of(self, config: ModelConfig) -> int:
+        """Channels under a configuration."""
+        match self:
+            case Width.HEAD:
+                return config.head_dim
+            case Width.INDEX:
+                return config.index_head_dim
+            case Width.STREAMS:
+                return config.hc_mult * config.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,7 @@ class Component:
 
     def channels(self, config: ModelConfig, layer: int) -> int:
         """Channels of a row."""
-        width = int(getattr(config, self.width.value))
+        width = self.width.of(config)
         return 2 * width if self.wide and config.kind(layer) is LayerKind.CSA else width
 
     def dtype(self, numerics: Numerics) -> str:
@@ -96,14 +115,23 @@ class Component:
             case Span.LAST_BLOCK:
                 finished = length - length % ratio
                 return range(max(0, finished - ratio), finished)
+            case Span.LATE_WINDOW:
+                return range(max(0, length - config.sliding_window), max(0, length - 1))
+            case Span.LAST_TOKEN:
+                return range(max(0, length - 1), length)
 
     def most_rows(self, config: ModelConfig, layer: int) -> int:
         """The most live rows of a boundary component at any length."""
-        return config.sliding_window - 1 if self.span is Span.WINDOW else config.compress_ratios[layer]
+        match self.span:
+            case Span.WINDOW | Span.LATE_WINDOW:
+                return config.sliding_window - 1
+            case Span.LAST_TOKEN:
+                return 1
+        return config.compress_ratios[layer]
 
 
 COMPONENTS: tuple[Component, ...] = (
-    Component("window", "window", _ALL, Span.WINDOW, Width.HEAD),
+    Component("window", "window", _MAIN, Span.WINDOW, Width.HEAD),
     Component("entries", "entries", _COMPRESSED, Span.ENTRIES, Width.HEAD),
     Component("rows_kv", "rows_kv", _COMPRESSED, Span.UNFINISHED, Width.HEAD, wide=True, float32=True),
     Component("rows_score", "rows_score", _COMPRESSED, Span.UNFINISHED, Width.HEAD, wide=True, float32=True),
@@ -116,6 +144,8 @@ COMPONENTS: tuple[Component, ...] = (
     ),
     Component("index_overlap_kv", "index_rows_kv", _CSA, Span.LAST_BLOCK, Width.INDEX, float32=True),
     Component("index_overlap_score", "index_rows_score", _CSA, Span.LAST_BLOCK, Width.INDEX, float32=True),
+    Component("draft_window", "window", _MTP, Span.LATE_WINDOW, Width.HEAD),
+    Component("draft_streams", "streams", _MTP, Span.LAST_TOKEN, Width.STREAMS),
 )
 
 
@@ -142,4 +172,4 @@ class Cell:
 
 def cells(config: ModelConfig) -> tuple[Cell, ...]:
     """Every component of every layer, in the order of layers and of the table."""
-    return tuple(Cell(i, c) for i in config.layers for c in COMPONENTS if config.kind(i) in c.kinds)
+    return tuple(Cell(i, c) for i in config.state_layers for c in COMPONENTS if config.kind(i) in c.kinds)

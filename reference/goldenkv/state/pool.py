@@ -37,6 +37,7 @@ class Geometry:
         pages: pages that they share.
         page_size: tokens a page, a multiple of the configuration's alignment.
         tile: the most tokens that one program runs over.
+        rollback: tokens that can be taken back: so many rows more are kept from being overwritten.
         aligned: tiles start at multiples of their size. False only for the free-shape control.
     """
 
@@ -44,6 +45,7 @@ class Geometry:
     pages: int
     page_size: int
     tile: int
+    rollback: int = 0
     aligned: bool = True
 
     def check(self, config: ModelConfig) -> None:
@@ -55,6 +57,8 @@ class Geometry:
             )
         if self.slots < 1 or self.pages < 1:
             raise ValueError(f"slots={self.slots} and pages={self.pages} must be at least 1")
+        if self.rollback < 0:
+            raise ValueError(f"rollback={self.rollback} must not be negative")
 
 
 def entries_in_tile(tile: int, ratio: int, aligned: bool = True) -> int:
@@ -63,17 +67,22 @@ def entries_in_tile(tile: int, ratio: int, aligned: bool = True) -> int:
 
 
 def ring_rows(config: ModelConfig, geometry: Geometry, cell: Cell) -> int:
-    """Rows of a ring: what one tile reads, so that what it writes overwrites nothing that it needs."""
-    if cell.component.span is Span.WINDOW:
-        return config.sliding_window + geometry.tile
+    """Rows of a ring: enough that nothing is overwritten which a tile, or a rolled back sequence, reads."""
+    ahead = max(geometry.tile, geometry.rollback)
+    match cell.component.span:
+        case Span.WINDOW | Span.LATE_WINDOW:
+            return config.sliding_window + ahead
+        case Span.LAST_TOKEN:
+            return 1 + ahead
     ratio = config.compress_ratios[cell.layer]
-    return (entries_in_tile(geometry.tile, ratio, geometry.aligned) + 1) * ratio
+    in_tile = entries_in_tile(geometry.tile, ratio, geometry.aligned) * ratio
+    return ratio + max(in_tile, ratio + geometry.rollback)
 
 
 def create_pool(config: ModelConfig, numerics: Numerics, geometry: Geometry, fill: float = 0.0) -> Pool:
     """A pool whose every element is `fill`; no row is read before it is written, so `fill` never shows."""
     geometry.check(config)
-    pool: Pool = tuple({} for _ in config.layers)
+    pool: Pool = tuple({} for _ in config.state_layers)
     for cell in cells(config):
         component, buffers = cell.component, pool[cell.layer]
         channels = component.channels(config, cell.layer)
