@@ -20,6 +20,7 @@ from goldenkv.config import (
     bench,
     flash,
     micro,
+    numerics,
     pro,
     tiny,
 )
@@ -377,7 +378,7 @@ def test_identity_holds_every_field_and_the_machine(monkeypatch: pytest.MonkeyPa
     jax.devices()  # XLA reads its flags now, not the ones of this test
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=2  --xla_a=1")
     found = Numerics().identity()
-    machine = {"jaxlib", "xla_flags", "platform", "device_kind", "isa"}
+    machine = {"arithmetic", "jaxlib", "xla_flags", "platform", "device_kind", "isa"}
     assert set(found) == {field.name for field in dataclasses.fields(Numerics)} | machine
     assert all(type(value) is str for value in found.values())
     assert found["jaxlib"] == jaxlib.__version__
@@ -398,5 +399,7 @@ def test_each_field_and_the_flags_change_the_identity(monkeypatch: pytest.Monkey
     assert len(others) == len(dataclasses.fields(Numerics))
     identities = [n.identity() for n in (Numerics(), *others)]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
+    identities.append(Numerics().identity())
+    monkeypatch.setattr(numerics, "ARITHMETIC", numerics.ARITHMETIC + 1)
     identities.append(Numerics().identity())
     assert len({json.dumps(i, sort_keys=True) for i in identities}) == len(identities)

@@ -23,7 +23,7 @@ from goldenkv.state import Snapshot
 from goldenkv.text import byte_tokens, default_text, tokenizer_tokens
 
 TOKENS, STEPS = 301, 6
-PATHS = 10
+PATHS = 11
 CONTROLS = 6
 
 

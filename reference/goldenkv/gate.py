@@ -2,7 +2,7 @@
 
 A cold run computes a prompt, keeps its state, and decodes. Then each *path* gets to the same state in another
 way and decodes the same tokens: other chunk plans, a batch with strangers, restored from host memory, from
-disk, from disk in a new process. Every component and every logit must have the same bits. Then each *control*
+disk, from disk in a new process, with drafts of which most are rolled back. Every component and every logit must have the same bits. Then each *control*
 damages the state in one way that real systems did; a control passes the gate only if the damage is caught.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from .config import ModelConfig
-from .engine import Engine, FreeShapeEngine, Sequence, generate
+from .engine import Engine, FreeShapeEngine, Sequence, generate, speculate
 from .gate_process import ModelSource, restore_elsewhere
 from .gate_report import Report, Result
 from .model.weights import Model
@@ -94,6 +94,7 @@ class Gate:
             "restore: host memory": self._host,
             "restore: disk": self._disk,
             "restore: new process": self._new_process,
+            "drafts rolled back": self._drafts,
         }
         for name, damage, applies in (
             ("overlap dropped", _drop_overlap, any("overlap" in n for n in self.snapshot.rows)),
@@ -124,6 +125,7 @@ class Gate:
         logits = self.engine.prefill(seq, self.tokens)
         self.cold_seconds = time.perf_counter() - began
         self.snapshot = self.engine.snapshot(seq)
+        self.logits = logits
         self.decoded, after = generate(self.engine, seq, logits, self.steps)
         self.expected = self._everything(self.snapshot.rows, self.engine.rows(seq), after)
         self.engine.close(seq)
@@ -224,6 +226,24 @@ class Gate:
         difference = compare(self.expected, self._everything(*found))
         length, nbytes = self.snapshot.length, self.snapshot.nbytes
         return Result("restore: new process", False, length, nbytes, difference, seconds)
+
+    def _drafts(self) -> Result:
+        """Guesses with every pass, some of them right: the model verifies them, and takes the others back."""
+        seq = self.engine.restore(self.snapshot)
+        at_prompt = self.engine.rows(seq)
+        began = time.perf_counter()
+        found = speculate(self.engine, seq, self.logits, self.steps, 5, propose=self._guesses)
+        seconds = time.perf_counter() - began
+        rows = self._everything(at_prompt, self.engine.rows(seq), found.logits)
+        self.engine.close(seq)
+        name = f"drafts: {found.accepted} of {found.drafted} kept"
+        return Result(name, False, 0, 0, compare(self.expected, rows), seconds)
+
+    def _guesses(self, seq: Sequence, token: int, count: int) -> list[int]:
+        """The coming tokens up to a random place, other tokens from there on."""
+        ahead = self.decoded[seq.length + 1 - len(self.tokens) :][:count]
+        right = self.rng.integers(0, count)
+        return [t if i < right else (t + 1) % self.config.vocab_size for i, t in enumerate(ahead)]
 
     # Controls ------------------------------------------------------------------------------------------
 

@@ -112,12 +112,12 @@ def _damage(config: ModelConfig, length: int, expected: _Run, found: _Run, lost:
     Rows from before the restore are left out: they are the damage itself.
     """
     steps = len(expected.logits)
-    token_rows = np.zeros((config.num_hidden_layers, steps), bool)
+    token_rows = np.zeros((len(config.state_layers), steps), bool)
     entries = np.zeros_like(token_rows)
     for cell in cells(config):
-        row = np.array(cell.live(config, length + steps), int)
+        rows = cell.live(config, length + steps)
         paged = cell.component.paged
-        made_at = (row + 1) * config.compress_ratios[cell.layer] - 1 if paged else row
+        made_at = np.array([cell.component.made_by(config, cell.layer, row) for row in rows], int)
         wrong = ~equal_rows(expected.rows[cell.name], found.rows[cell.name]) & (made_at >= length)
         (entries if paged else token_rows)[cell.layer, made_at[wrong] - length] = True
     return Damage(

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goldenkv.config import Numerics, micro, tiny
+from goldenkv.config import Numerics, micro, tiny, with_mtp
 from goldenkv.engine import Engine, Sequence
 from goldenkv.model.weights import Model
 from goldenkv.state import IncompleteSnapshot, Rows, Snapshot, cells, compare
@@ -31,9 +31,10 @@ from goldenkv.state import pool as pools
 SMALL = Numerics(tile=8, index_block=8, key_block=8)
 SETUPS = {
     "float32": (micro(), SMALL),
-    "bfloat16": (micro(), replace(SMALL, dtype="bfloat16")),
-    "quantised": (micro(), replace(SMALL, fake_quantisation=True)),
-    "tiny": (tiny(), Numerics(tile=32, index_block=32, key_block=4)),
+    "bfloat16": (with_mtp(micro()), replace(SMALL, dtype="bfloat16")),
+    "quantised": (with_mtp(micro()), replace(SMALL, fake_quantisation=True)),
+    "quantised bfloat16": (with_mtp(micro()), replace(SMALL, dtype="bfloat16", fake_quantisation=True)),
+    "tiny": (with_mtp(tiny()), Numerics(tile=32, index_block=32, key_block=4)),
 }
 # The first place gives the expected bits. The others have other slots, pages and lengths, and NaN in what
 # nothing has written: state that is not minimal, or not complete, would show it.
@@ -179,7 +180,7 @@ def test_restored_is_cold(trip: Trip, place: int, folder: Path) -> None:
     check("float32", place, trip, folder)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "quantised"])
+@pytest.mark.parametrize("name", ["bfloat16", "quantised", "quantised bfloat16"])
 @settings(max_examples=max(EXAMPLES // 5, 5))
 @given(trip=trips(LENGTHS))
 def test_restored_is_cold_under_other_numerics(name: str, trip: Trip, folder: Path) -> None:

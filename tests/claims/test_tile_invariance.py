@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goldenkv import engine as engines
-from goldenkv.config import Numerics, micro, tiny
+from goldenkv.config import Numerics, micro, tiny, with_mtp
 from goldenkv.engine import Engine, FreeShapeEngine
 from goldenkv.model.tile import run_tile
 from goldenkv.model.weights import Model
@@ -30,11 +30,12 @@ from goldenkv.state import pool as pools
 SMALL = Numerics(tile=8, index_block=8, key_block=8)
 SETUPS = {
     "float32": (micro(), SMALL),
-    "bfloat16": (micro(), replace(SMALL, dtype="bfloat16")),
-    "quantised": (micro(), replace(SMALL, fake_quantisation=True)),
+    "bfloat16": (with_mtp(micro()), replace(SMALL, dtype="bfloat16")),
+    "quantised": (with_mtp(micro()), replace(SMALL, fake_quantisation=True)),
+    "quantised bfloat16": (with_mtp(micro()), replace(SMALL, dtype="bfloat16", fake_quantisation=True)),
     "tile 4": (micro(), replace(SMALL, tile=4, index_block=16)),
     "tile 16": (micro(), replace(SMALL, tile=16, key_block=16)),
-    "tiny": (tiny(), Numerics(tile=32, index_block=32, key_block=4)),
+    "tiny": (with_mtp(tiny()), Numerics(tile=32, index_block=32, key_block=4)),
     "one CSA layer": (replace(micro(), num_hidden_layers=1, compress_ratios=(4,)), SMALL),
 }
 
@@ -182,7 +183,7 @@ def test_no_plan_changes_a_bit(plan: Plan, place: int) -> None:
     check("float32", place, plan)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "quantised", "tile 4", "tile 16"])
+@pytest.mark.parametrize("name", ["bfloat16", "quantised", "quantised bfloat16", "tile 4", "tile 16"])
 @settings(max_examples=max(EXAMPLES // 5, 5))
 @given(plan=plans(LENGTHS))
 def test_no_plan_changes_a_bit_under_other_numerics(name: str, plan: Plan) -> None:
@@ -196,7 +197,9 @@ def test_no_plan_changes_a_bit_at_the_published_window_and_ratios(plan: Plan) ->
     check("tiny", 1, plan)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "quantised", "tile 4", "tile 16"])
+@pytest.mark.parametrize(
+    "name", ["float32", "bfloat16", "quantised", "quantised bfloat16", "tile 4", "tile 16"]
+)
 def test_one_step_of_any_size_from_any_state(name: str) -> None:
     """The induction step: any plan is a chain of such steps, so none of its length is left to chance.
 

@@ -13,6 +13,9 @@ import jaxlib
 
 from .model import ModelConfig
 
+ARITHMETIC = 1
+"""Revision of this project's own sums. Raise it with any change of operations, their order or their blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
@@ -60,6 +63,7 @@ class Numerics:
         device = jax.devices()[0]
         ours = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return ours | {
+            "arithmetic": str(ARITHMETIC),
             "jaxlib": jaxlib.__version__,
             "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
             "platform": device.platform,

@@ -32,7 +32,7 @@ def damage_figure(config: ModelConfig, damages: Mapping[str, Damage], title: str
         if not damage.lost:
             picture[line] = 3
     steps = len(next(iter(damages.values())).logits)
-    groups = [f"layer {i}\n({config.kind(i).name})" for i in config.layers] + ["logits"]
+    groups = [f"layer {i}\n({config.kind(i).name})" for i in config.state_layers] + ["logits"]
     figure, axes = pyplot().subplots(figsize=(11.5, 0.21 * len(lines) + 1.7), layout="constrained")
     categories(axes, picture, [EQUAL, DIFFERENT, ENTRY, _EMPTY])
     for group in range(1, len(groups)):

@@ -120,6 +120,15 @@ class Component:
             case Span.LAST_TOKEN:
                 return range(max(0, length - 1), length)
 
+    def made_by(self, config: ModelConfig, layer: int, row: int) -> int:
+        """The token with which a row comes into being: an entry with the last of its block."""
+        match self.span:
+            case Span.ENTRIES:
+                return (row + 1) * config.compress_ratios[layer] - 1
+            case Span.LATE_WINDOW:
+                return row + 1
+        return row
+
     def most_rows(self, config: ModelConfig, layer: int) -> int:
         """The most live rows of a boundary component at any length."""
         match self.span:
