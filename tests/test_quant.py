@@ -183,3 +183,40 @@ def test_hadamard_of_a_row_does_not_depend_on_other_rows() -> None:
 def test_hadamard_wants_a_power_of_two(size: int) -> None:
     with pytest.raises(ValueError, match=f"d={size} must be a power of two"):
         quant.hadamard(jnp.zeros((2, size)))
+
+
+# INT4, for comparison ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_int4_equals_float64(block: int) -> None:
+    """The nearest of the 15 levels of each block, to one rounding of the product."""
+    x = np.random.default_rng(6).standard_normal((20, 2 * block)).astype(np.float32)
+    x[3, :block] = 0
+    got = np.asarray(quant.fake_quantise_int4(jnp.asarray(x), block)).reshape(-1, block)
+    wide = x.astype(np.float64).reshape(-1, block)
+    peak = np.abs(wide).max(axis=1, keepdims=True)
+    scale = np.where(peak == 0, 1, peak) / 7
+    np.testing.assert_allclose(got, np.round(wide / scale) * scale, rtol=2e-7, atol=0)
+    assert all(len(np.unique(row)) <= 15 for row in got)
+    assert (np.abs(got - wide) <= scale / 2 * (1 + 1e-6)).all()
+
+
+def test_int4_edges() -> None:
+    x = np.zeros((4, 64), np.float32)
+    x[0, 3], x[1, 5], x[2, :2] = -0.0, np.inf, (1e-36, -1e-36)
+    x[3, :3] = 7.0, 0.5, -0.1
+    got = np.asarray(quant.fake_quantise_int4(jnp.asarray(x)))
+    assert not got[0].view(np.uint32).any() and np.isnan(got[1]).all()
+    assert got[2, 0] == -got[2, 1] != 0
+    assert not np.asarray(quant.fake_quantise_int4(jnp.full((1, 64), 1e-38))).any()
+    assert got[3, :3].tolist() == [7.0, 0.0, 0.0] and not np.signbit(got[3, 2])
+
+
+def test_int4_is_coarser_than_e4m3_for_values_of_many_sizes() -> None:
+    """An even grid loses the small values of a block; one with exponents keeps them."""
+    x = jnp.asarray(np.exp(np.random.default_rng(7).standard_normal((64, 64)) * 2), jnp.float32)
+    e4m3, int4 = (
+        float(jnp.mean(jnp.abs(f(x) - x) / x)) for f in (quant.fake_quantise_e4m3, quant.fake_quantise_int4)
+    )
+    assert e4m3 < 0.04 and int4 > 0.3

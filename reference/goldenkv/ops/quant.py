@@ -20,6 +20,7 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 KV_BLOCK = 64
 INDEX_BLOCK = 32
+INT4_MAX = 7.0
 E4M3_FLOOR = 1e-4
 E2M1_FLOOR = 6 * 2.0**-126
 NAN_CODE = 255
@@ -121,6 +122,24 @@ def fake_quantise_e4m3(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
 def fake_quantise_e2m1(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     """What is left of x after `quantise_e2m1`, in the dtype of x. Doing it twice changes nothing more."""
     return dequantise(*quantise_e2m1(x), INDEX_BLOCK).astype(x.dtype)
+
+
+@typed
+def fake_quantise_int4(x: Float[Array, "*rows d"], block: int = KV_BLOCK) -> Float[Array, "*rows d"]:
+    """What is left of x after symmetric INT4, in the dtype of x: for comparison, V4 does not use it.
+
+    A block of channels shares scale = amax / 7, a float32; value = round(x / scale), an integer from -7 to 7,
+    ties to even. Integers have no -0. A block that holds NaN or an infinity comes back as NaN.
+    """
+    *rows, channels = x.shape
+    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, -channels % block)])
+    wide = wide.reshape(*rows, -1, block)
+    peak = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scale = jnp.where(jnp.isfinite(peak), peak / INT4_MAX, jnp.nan)
+    scale = jnp.where(scale == 0.0, 1.0, scale)  # all zero, or so small that a seventh is
+    steps = jnp.round(wide / scale)
+    values = jnp.where(steps == 0.0, 0.0, steps) * scale
+    return values.reshape(*rows, -1)[..., :channels].astype(x.dtype)
 
 
 @typed
