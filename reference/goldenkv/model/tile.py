@@ -98,6 +98,6 @@ def run_tile(
         new_pool.append(buffers)
     seen = None
     if probe:
-        parts = zip(*(s or (None, None, None) for s in selections), strict=True)
-        seen = Probe(tuple(seen_streams), *parts, draft_logits)
+        ids, q, weight = zip(*(s or (None, None, None) for s in selections), strict=True)
+        seen = Probe(tuple(seen_streams), ids, q, weight, draft_logits)
     return tuple(new_pool), logits, seen
