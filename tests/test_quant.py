@@ -88,6 +88,13 @@ def test_rounding_equals_a_cast(form: Format) -> None:
 
 
 @each_format
+def test_no_rows(form: Format) -> None:
+    values, codes = form.quantise(jnp.zeros((0, 2 * form.block)))
+    assert values.shape == (0, 2 * form.block) and codes.shape == (0, 2)
+    assert form.fake(jnp.zeros((3, 0, form.block))).shape == (3, 0, form.block)
+
+
+@each_format
 def test_clamps(form: Format) -> None:
     x = np.float32([form.largest * 1.2, -form.largest * 1e9, np.inf, -np.inf])
     assert_same_bits(form.round_grid(jnp.asarray(x)), np.copysign(np.float32(form.largest), x))

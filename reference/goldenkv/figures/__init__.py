@@ -1,8 +1,10 @@
 """Pictures of results. Matplotlib comes with the extra `explore`."""
 
 from .base import pyplot, save_figure
+from .capacity import capacity_figure, claims_figure, decimal_size, page_figure, row_figure
 from .gate import gate_figure
 from .knockout import damage_figure, error_figure
+from .precision import precision_figure, rounding_figure
 from .reach import Pooled, Reach, cache_figure, pooled_figure, reach_figure
 from .state import live_counts_figure, live_rows_figure, state_bytes_figure
 from .weights import index_figure, pooling_weights_figure, shares_figure
@@ -11,16 +13,23 @@ __all__ = [
     "Pooled",
     "Reach",
     "cache_figure",
+    "capacity_figure",
+    "claims_figure",
     "damage_figure",
+    "decimal_size",
     "error_figure",
     "gate_figure",
     "index_figure",
     "live_counts_figure",
     "live_rows_figure",
+    "page_figure",
     "pooled_figure",
     "pooling_weights_figure",
+    "precision_figure",
     "pyplot",
     "reach_figure",
+    "rounding_figure",
+    "row_figure",
     "save_figure",
     "shares_figure",
     "state_bytes_figure",

@@ -5,7 +5,8 @@ UE8M0 code (one exponent byte) names. Exponents are taken from the bits of a flo
 `log2` are not exact.
 
 A block that holds NaN or an infinity has the code 255, which is NaN in UE8M0, and comes back as NaN
-throughout: broken input never turns into plausible values.
+throughout: broken input never turns into plausible values. Subnormal float32 numbers count as 0: XLA flushes
+them on a CPU.
 """
 
 from collections.abc import Callable
@@ -93,14 +94,25 @@ def quantise_e2m1(x: Float[Array, "*rows d"]) -> tuple[Float32[Array, "*rows d"]
 def _quantise(
     x: Array, block: int, grid_max: float, floor: float, round_grid: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    *rows, channels = x.shape
-    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, -channels % block)])
-    wide = wide.reshape(*rows, -1, block)
+    wide = _in_blocks(x, block)
     peak = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), jnp.float32(floor))
     # The published kernel multiplies by the reciprocal. A division gives the same code for every float32.
     code = ceil_exponent(peak * jnp.float32(1 / grid_max))
     values = round_grid(wide / power_of_two(code)[..., None])
-    return values.reshape(*rows, -1)[..., :channels], code
+    return _from_blocks(values, x.shape[-1]), code
+
+
+def _in_blocks(x: Array, block: int) -> Array:
+    """[..., d] -> float32 [..., ceil(d / block), block], padded with 0."""
+    *rows, channels = x.shape
+    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, -channels % block)])
+    return wide.reshape(*rows, wide.shape[-1] // block, block)
+
+
+def _from_blocks(blocks: Array, channels: int) -> Array:
+    """The inverse of `_in_blocks`."""
+    *rows, count, block = blocks.shape
+    return blocks.reshape(*rows, count * block)[..., :channels]
 
 
 @typed
@@ -131,15 +143,13 @@ def fake_quantise_int4(x: Float[Array, "*rows d"], block: int = KV_BLOCK) -> Flo
     A block of channels shares scale = amax / 7, a float32; value = round(x / scale), an integer from -7 to 7,
     ties to even. Integers have no -0. A block that holds NaN or an infinity comes back as NaN.
     """
-    *rows, channels = x.shape
-    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, -channels % block)])
-    wide = wide.reshape(*rows, -1, block)
+    wide = _in_blocks(x, block)
     peak = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     scale = jnp.where(jnp.isfinite(peak), peak / INT4_MAX, jnp.nan)
     scale = jnp.where(scale == 0.0, 1.0, scale)  # all zero, or so small that a seventh is
     steps = jnp.round(wide / scale)
     values = jnp.where(steps == 0.0, 0.0, steps) * scale
-    return values.reshape(*rows, -1)[..., :channels].astype(x.dtype)
+    return _from_blocks(values, x.shape[-1]).astype(x.dtype)
 
 
 @typed

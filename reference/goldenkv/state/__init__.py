@@ -1,9 +1,18 @@
-"""What a sequence remembers: the component table, device pools, snapshots, fingerprints, bit comparison."""
+"""What a sequence remembers: the component table, device pools, snapshots, fingerprints, bit comparison.
+
+And how production engines lay it out: row formats, pages, and the pools of vLLM, SGLang and TensorRT-LLM.
+"""
 
 from .compare import Difference, compare
 from .components import COMPONENTS, Cell, Component, cells
 from .fingerprint import fingerprint, weights_digest
+from .formats import ROW_FORMATS, RowFormat, row_format
+from .groupings import Grouping, GroupingError, HitPolicy
+from .layouts import PageLayout, PageSizeError, pack_page, page_layout, read_page
+from .packing import NotRepresentable, pack, unpack
+from .paged_state import MissingPage, pack_state, unpack_state
 from .pool import Geometry, Rows
+from .production import sglang, tensorrt_llm, vllm
 from .snapshot import (
     CorruptSnapshot,
     ForeignSnapshot,
@@ -16,14 +25,23 @@ from .snapshot import (
 
 __all__ = [
     "COMPONENTS",
+    "ROW_FORMATS",
     "Cell",
     "Component",
     "CorruptSnapshot",
     "Difference",
     "ForeignSnapshot",
     "Geometry",
+    "Grouping",
+    "GroupingError",
+    "HitPolicy",
     "IncompleteSnapshot",
+    "MissingPage",
     "NotASnapshot",
+    "NotRepresentable",
+    "PageLayout",
+    "PageSizeError",
+    "RowFormat",
     "Rows",
     "Snapshot",
     "SnapshotError",
@@ -31,5 +49,16 @@ __all__ = [
     "cells",
     "compare",
     "fingerprint",
+    "pack",
+    "pack_page",
+    "pack_state",
+    "page_layout",
+    "read_page",
+    "row_format",
+    "sglang",
+    "tensorrt_llm",
+    "unpack",
+    "unpack_state",
+    "vllm",
     "weights_digest",
 ]
