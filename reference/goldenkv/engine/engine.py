@@ -13,15 +13,15 @@ from ..config import ModelConfig, Numerics
 from ..model import mtp
 from ..model.tile import Probe, run_tile
 from ..model.weights import Model
-from ..state import pool as pools
 from ..state.fingerprint import fingerprint, weights_digest
-from ..state.pool import Geometry, Rows
+from ..state.pool import Geometry
 from ..state.snapshot import Snapshot
 from .sampling import checked_tokens
-from .slots import CapacityError, Sequence, Slots
+from .sequences import Sequences
+from .slots import Sequence
 
 
-class Engine:
+class Engine(Sequences):
     """Runs a model over sequences that share one pool of device state.
 
     Args:
@@ -33,7 +33,9 @@ class Engine:
         pages: pages shared by all sequences; enough for every slot at its maximum by default.
         page_size: tokens a page, a multiple of `config.alignment`, which is the default.
         rollback: the most tokens that `rollback` can take back.
+        boundaries: boundary states that `save_boundary` can keep.
         fill: what the pool holds before anything is written. No bit of any result depends on it.
+        poison: fill freed pages and boundary states with NaN: shows a use after freeing.
 
     Raises:
         ValueError: sizes that do not fit the configuration.
@@ -53,59 +55,35 @@ class Engine:
         pages: int | None = None,
         page_size: int | None = None,
         rollback: int = 8,
+        boundaries: int = 0,
         fill: float = 0.0,
+        poison: bool = False,
     ) -> None:
-        self.config = config
-        self.numerics = numerics or Numerics()
-        self.numerics.check(config)
+        numerics = numerics or Numerics()
+        numerics.check(config)
         if not 1 <= max_length <= config.max_position_embeddings:
             raise ValueError(
                 f"{max_length=} must lie in 1 .. {config.max_position_embeddings} (the model's positions)"
             )
-        self.max_length = max_length
         page_size = config.alignment if page_size is None else page_size
         self._table_size = -(-max_length // max(1, page_size))
-        self.geometry = Geometry(
+        geometry = Geometry(
             slots=slots,
             pages=slots * self._table_size if pages is None else pages,
             page_size=page_size,
-            tile=self._largest_tile,
+            tile=self._largest_tile(numerics),
             rollback=rollback,
+            boundaries=boundaries,
             aligned=self.aligned,
         )
         leaves, self._structure = jax.tree.flatten(model)
         self._leaves = tuple(leaves)
-        self._pool = pools.create_pool(config, self.numerics, self.geometry, fill)
-        self._slots = Slots(self.geometry, max_length)
+        super().__init__(config, numerics, geometry, max_length, fill=fill, poison=poison)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the configuration, the weights and the numerics; state under another one is a miss."""
         return fingerprint(self.config, self.numerics, weights_digest(self._leaves))
-
-    # Sequences -----------------------------------------------------------------------------------------
-
-    def open(self) -> Sequence:
-        """A new empty sequence.
-
-        Raises:
-            CapacityError: all slots are taken.
-        """
-        return self._slots.open()
-
-    def close(self, seq: Sequence) -> None:
-        """Frees the slot and the pages; a second call does nothing."""
-        self._slots.close(seq)
-
-    @property
-    def free_slots(self) -> int:
-        """Sequences that can still be opened."""
-        return len(self._slots.free_slots)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that no sequence owns."""
-        return len(self._slots.free_pages)
 
     # Computing -----------------------------------------------------------------------------------------
 
@@ -136,7 +114,7 @@ class Engine:
         plan = [len(ids)] if chunk_plan is None else list(chunk_plan)
         if sum(plan) != len(ids) or min(plan) < 1:
             raise ValueError(f"chunk_plan must hold positive lengths that sum to {len(ids)}, got {plan}")
-        self._slots.reserve([(seq, seq.length + len(ids))])
+        self._reserve([(seq, seq.length + len(ids))])
         logits, done = [], 0
         for size in plan:
             for live, tile_logits, _ in self._run(seq, ids[done : done + size], probe=False):
@@ -164,7 +142,7 @@ class Engine:
         if len({id(seq) for seq, _ in work}) != len(work):
             raise ValueError("a sequence appears twice in the batch")
         checked = [(seq, checked_tokens(tokens, self.config.vocab_size)) for seq, tokens in work]
-        self._slots.reserve([(seq, seq.length + len(ids)) for seq, ids in checked])
+        self._reserve([(seq, seq.length + len(ids)) for seq, ids in checked])
         running = {i: self._run(seq, ids, probe=False) for i, (seq, ids) in enumerate(checked)}
         last: dict[int, tuple[slice, jax.Array]] = {}
         while running:
@@ -186,7 +164,7 @@ class Engine:
         It runs a program of its own, so compare its values with tolerances, not bits.
         """
         ids = checked_tokens(tokens, self.config.vocab_size)
-        self._slots.reserve([(seq, seq.length + len(ids))])
+        self._reserve([(seq, seq.length + len(ids))])
         steps = [
             (np.asarray(logits)[live], jax.tree.map(lambda a, live=live: np.asarray(a)[live], probe))
             for live, logits, probe in self._run(seq, ids, probe=True)
@@ -208,9 +186,9 @@ class Engine:
             yield live, *self._tile(seq, tile, seq.length + len(fresh), probe=probe)
             done += len(fresh)
 
-    @property
-    def _largest_tile(self) -> int:
-        return self.numerics.tile
+    @staticmethod
+    def _largest_tile(numerics: Numerics) -> int:
+        return numerics.tile
 
     def _tile_at(self, length: int, remaining: int) -> tuple[int, int]:
         """(first position, size) of the tile that takes the next tokens of a sequence."""
@@ -231,6 +209,8 @@ class Engine:
             np.int32(end),
             np.int32(seq.slot),
             table,
+            np.int32(seq.since),
+            np.int32(seq.kept),
             structure=self._structure,
             config=self.config,
             numerics=self.numerics,
@@ -264,32 +244,15 @@ class Engine:
         fixed = dict(structure=self._structure, config=self.config, numerics=self.numerics, most=most)
         return np.asarray(mtp.draft(self._leaves, self._pool[-1], *at, **fixed))[:count].tolist()
 
-    def rollback(self, seq: Sequence, length: int) -> None:
-        """Takes the last tokens of a sequence back: it is then as if they had never been there.
-
-        Args:
-            seq: the sequence.
-            length: of the sequence afterwards. At most `rollback` tokens below the most that it ever had, and
-                not below the length at which it was restored: what was overwritten cannot come back.
-
-        Raises:
-            ValueError: another length. The sequence is unchanged.
-        """
-        self._slots.rollback(seq, length)
-
-    def wait(self) -> None:
-        """Returns when all device work is done; calls return before that. For timing."""
-        jax.block_until_ready(self._pool)
-
     # State ---------------------------------------------------------------------------------------------
 
-    def rows(self, seq: Sequence) -> Rows:
-        """The minimal exact state of a sequence, copied to the host: cell name -> [rows, channels]."""
-        self._slots.check(seq)
-        return pools.read_rows(self.config, self._pool, seq.slot, seq.pages, seq.length)
-
     def snapshot(self, seq: Sequence) -> Snapshot:
-        """The minimal exact state, with the fingerprint under which it is valid."""
+        """The minimal exact state, with the fingerprint under which it is valid.
+
+        Raises:
+            ApproximateState: the sequence was replayed too short.
+        """
+        self.check_exact(seq)
         return Snapshot(self.fingerprint, seq.length, self.rows(seq))
 
     def restore(self, snapshot: Snapshot) -> Sequence:
@@ -300,14 +263,4 @@ class Engine:
             CapacityError: no slot, no pages, or longer than `max_length`. Nothing was written.
         """
         snapshot.check(self.config, self.numerics, self.fingerprint)
-        seq = self.open()
-        try:
-            self._slots.reserve([(seq, snapshot.length)])
-        except CapacityError:
-            self.close(seq)
-            raise
-        self._pool = pools.write_rows(
-            self.config, self._pool, seq.slot, seq.pages, snapshot.length, snapshot.rows
-        )
-        self._slots.advance(seq, snapshot.length, restored=True)
-        return seq
+        return self._write_rows(snapshot.length, snapshot.rows)

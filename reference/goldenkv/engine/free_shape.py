@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..config import Numerics
 from .engine import Engine
 
 
@@ -17,9 +18,9 @@ class FreeShapeEngine(Engine):
     largest_chunk = 128
     """Longer chunks are cut into pieces of this many tokens."""
 
-    @property
-    def _largest_tile(self) -> int:
-        return self.largest_chunk
+    @staticmethod
+    def _largest_tile(numerics: Numerics) -> int:
+        return FreeShapeEngine.largest_chunk
 
     def _tile_at(self, length: int, remaining: int) -> tuple[int, int]:
         return length, min(remaining, self.largest_chunk)

@@ -28,7 +28,10 @@ Buffers = dict[str, Array]
 
 
 class Tile(NamedTuple):
-    """Where a tile stands: rows first .. first + T - 1, of which begin .. end - 1 are live."""
+    """Where a tile stands: rows first .. first + T - 1, of which begin .. end - 1 are live.
+
+    `since` and `kept` are those of `run_tile`.
+    """
 
     slot: Int32[Array, ""]
     table: Int32[Array, " max"]
@@ -37,12 +40,18 @@ class Tile(NamedTuple):
     end: Int32[Array, ""]
     positions: Int32[Array, " t"]
     live: Bool[Array, " t"]
+    since: Int32[Array, ""]
+    kept: Int32[Array, ""]
     aligned: bool
 
     @property
     def stop(self) -> Array:
         """One past the last row, live or not: loop counts depend on it, never on `end`."""
         return self.first + self.positions.shape[0]
+
+    def exist(self, positions: Int32[Array, " n"]) -> Bool[Array, " n"]:
+        """Which positions have rows, in this tile or before it."""
+        return (positions >= self.since) & (positions < self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ def _absorb_window(
     tile, window = at.tile, at.config.sliding_window
     buffers["window"] = pools.write_ring(buffers["window"], tile.slot, tile.positions, tile.live, kv)
     positions = tile.first - window + jnp.arange(window + len(kv), dtype=jnp.int32)
-    exists = (positions >= 0) & (positions < tile.end)
+    exists = tile.exist(positions)
     keys = pools.read_ring(buffers["window"], tile.slot, positions, exists)
     visible = attend.window_visible(tile.positions, positions, window) & exists & tile.live[:, None]
     return attend.absorb(state, q, keys, visible)
@@ -143,7 +152,7 @@ def _write_entries(
     ids = tile.first // ratio + jnp.arange(count, dtype=jnp.int32)
     blocks = count + (1 if overlap else 0)  # with overlap the first entry needs the block before its own
     positions = (ids[-1] + 1 - blocks) * ratio + jnp.arange(blocks * ratio, dtype=jnp.int32)
-    exists = (positions >= 0) & (positions < tile.end)
+    exists = tile.exist(positions)
     raw = []
     for name, fresh, absent in zip(("kv", "score"), rows, (0.0, -jnp.inf), strict=True):
         ring = pools.write_ring(buffers[f"{rows_name}_{name}"], tile.slot, tile.positions, tile.live, fresh)
@@ -155,7 +164,7 @@ def _write_entries(
         pooled, compressor.norm[...], ids * ratio, at.frequency, at.config.rms_norm_eps
     )
     pages, ends = buffers[entries_name], (ids + 1) * ratio
-    done = (ends > tile.begin) & (ends <= tile.end)
+    done = (ends > jnp.maximum(tile.begin, tile.kept)) & (ends <= tile.end)
     entries = quantise(entries.astype(pages.dtype), at)
     buffers[entries_name] = pools.write_entries(pages, tile.table, ids, done, entries)
 

@@ -42,11 +42,11 @@ def follow(
     flat = streams.reshape(len(streams), -1)
     ring = pools.write_ring(buffers["streams"], tile.slot, tile.positions, tile.live, flat)
     before = tile.positions - 1
-    has_one = (before >= 0) & tile.live
+    has_one = (before >= tile.since) & tile.live
     # All of them through the ring, so that a row of an earlier tile and one of this tile are the same bits.
     flat = pools.read_ring(ring, tile.slot, before, has_one)
     first, begin, end = tile.first - 1, tile.begin - 1, tile.end - 1
-    behind = Tile(tile.slot, tile.table, first, begin, end, before, has_one, tile.aligned)
+    behind = tile._replace(first=first, begin=begin, end=end, positions=before, live=has_one)
     at = Place(behind, at.config, at.numerics, at.layer)
     streams, buffers = _layer(model, flat.reshape(streams.shape), buffers, jnp.where(has_one, tokens, 0), at)
     buffers["streams"] = ring
@@ -92,7 +92,7 @@ def draft(
     def step(k: Array, carry: tuple[Array, Array, Buffers, Array]) -> tuple[Array, Array, Buffers, Array]:
         guesses, token, own, streams = carry
         row = length - 1 + k
-        tile = Tile(zero, table, row, row, row + 1, row[None], jnp.ones(1, bool), aligned=True)
+        tile = Tile(zero, table, row, row, row + 1, row[None], jnp.ones(1, bool), zero, zero, aligned=True)
         at = Place(tile, config, numerics, config.num_hidden_layers)
         streams, own = _layer(model, streams, own, token[None], at)
         token = jnp.argmax(_logits(model, streams, config)[0]).astype(jnp.int32)

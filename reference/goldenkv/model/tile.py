@@ -52,6 +52,8 @@ def run_tile(
     end: Int32[Array, ""],
     slot: Int32[Array, ""],
     table: Int32[Array, " max"],
+    since: Int32[Array, ""],
+    kept: Int32[Array, ""],
     *,
     structure: jax.tree_util.PyTreeDef,
     config: ModelConfig,
@@ -67,6 +69,8 @@ def run_tile(
         tokens: the tile's T token ids; ids of rows that are not live are not used.
         begin, end: live positions, within one tile.
         slot, table: what the sequence owns in the pool.
+        since: rows of positions before it do not exist; 0 but in a replay without window rows.
+        kept: entries whose block ends at or before it are not written: a replay must not spoil cached ones.
         aligned: False starts the tile at `begin` instead of a multiple of T: what most engines do, kept as
             the control that must fail.
         probe: also return intermediate values.
@@ -79,7 +83,7 @@ def run_tile(
     first = begin // rows * rows if aligned else begin
     positions = first + jnp.arange(rows, dtype=jnp.int32)
     live = (positions >= begin) & (positions < end)
-    tile = Tile(slot, table, first, begin, end, positions, live, aligned)
+    tile = Tile(slot, table, first, begin, end, positions, live, since, kept, aligned)
 
     hidden = model.embed[...][jnp.where(live, tokens, 0)]
     streams = jnp.repeat(hidden[:, None, :], config.hc_mult, axis=1)

@@ -38,6 +38,7 @@ class Geometry:
         page_size: tokens a page, a multiple of the configuration's alignment.
         tile: the most tokens that one program runs over.
         rollback: tokens that can be taken back: so many rows more are kept from being overwritten.
+        boundaries: boundary states that can be kept on the device besides those of live sequences.
         aligned: tiles start at multiples of their size. False only for the free-shape control.
     """
 
@@ -46,6 +47,7 @@ class Geometry:
     page_size: int
     tile: int
     rollback: int = 0
+    boundaries: int = 0
     aligned: bool = True
 
     def check(self, config: ModelConfig) -> None:
@@ -57,8 +59,10 @@ class Geometry:
             )
         if self.slots < 1 or self.pages < 1:
             raise ValueError(f"slots={self.slots} and pages={self.pages} must be at least 1")
-        if self.rollback < 0:
-            raise ValueError(f"rollback={self.rollback} must not be negative")
+        if self.rollback < 0 or self.boundaries < 0:
+            raise ValueError(
+                f"rollback={self.rollback} and boundaries={self.boundaries} must not be negative"
+            )
 
 
 def entries_in_tile(tile: int, ratio: int, aligned: bool = True) -> int:
@@ -152,24 +156,25 @@ PAGES_A_CALL = 16
 
 
 @partial(jax.jit, static_argnames="config")
-def _gather_pages(pool: Pool, pages: jax.Array, *, config: ModelConfig) -> dict[str, jax.Array]:
+def gather_pages(pool: Pool, pages: jax.Array, *, config: ModelConfig) -> dict[str, jax.Array]:
     return {c.name: pool[c.layer][c.component.buffer][pages] for c in cells(config) if c.component.paged}
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
-def _scatter_pages(pool: Pool, pages: jax.Array, rows: dict[str, jax.Array], *, config: ModelConfig) -> Pool:
+def scatter_pages(pool: Pool, pages: jax.Array, rows: dict[str, jax.Array], *, config: ModelConfig) -> Pool:
     out = tuple(dict(buffers) for buffers in pool)
     for cell in cells(config):
         if cell.component.paged:
             buffer = out[cell.layer][cell.component.buffer]
-            out[cell.layer][cell.component.buffer] = _set_bits(buffer, (pages,), rows[cell.name])
+            out[cell.layer][cell.component.buffer] = set_bits(buffer, (pages,), rows[cell.name])
     return out
 
 
 @partial(jax.jit, static_argnames="config")
-def _gather_boundary(
+def gather_boundary(
     pool: Pool, slot: jax.Array, starts: dict[str, jax.Array], *, config: ModelConfig
 ) -> dict[str, jax.Array]:
+    """Boundary rows of a slot by cell name, from `starts` on, each as many as it can have at any length."""
     out = {}
     for cell in cells(config):
         if not cell.component.paged:
@@ -180,7 +185,7 @@ def _gather_boundary(
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
-def _scatter_boundary(
+def scatter_boundary(
     pool: Pool,
     slot: jax.Array,
     starts: dict[str, jax.Array],
@@ -189,6 +194,7 @@ def _scatter_boundary(
     *,
     config: ModelConfig,
 ) -> Pool:
+    """Writes the first `counts` of the rows that `gather_boundary` returned. Donates `pool`."""
     out = tuple(dict(buffers) for buffers in pool)
     for cell in cells(config):
         if not cell.component.paged:
@@ -199,15 +205,50 @@ def _scatter_boundary(
             )
             width = cell.component.channels(config, cell.layer)
             index = (slot, at, slice(width))
-            out[cell.layer][cell.component.buffer] = _set_bits(ring, index, rows[cell.name])
+            out[cell.layer][cell.component.buffer] = set_bits(ring, index, rows[cell.name])
     return out
 
 
-def _set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
+def set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
     """Sets rows as bits, dropping those out of range: setting floats rewrites payloads of bfloat16 NaN."""
     unsigned = jnp.dtype(f"uint{8 * buffer.dtype.itemsize}")
     bits, new = (lax.bitcast_convert_type(array, unsigned) for array in (buffer, rows))
     return lax.bitcast_convert_type(bits.at[index].set(new, mode="drop"), buffer.dtype)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="pool")
+def copy_page(pool: Pool, source: jax.Array, target: jax.Array, *, config: ModelConfig) -> Pool:
+    """Copies one page of every paged component. Donates `pool`."""
+    return scatter_pages(pool, target[None], gather_pages(pool, source[None], config=config), config=config)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="pool")
+def poison_page(pool: Pool, page: jax.Array, *, config: ModelConfig) -> Pool:
+    """Fills one page of every paged component with NaN, so that a use after freeing shows. Donates `pool`."""
+    rows = jax.tree.map(
+        lambda found: jnp.full_like(found, jnp.nan), gather_pages(pool, page[None], config=config)
+    )
+    return scatter_pages(pool, page[None], rows, config=config)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="pool")
+def copy_slot(pool: Pool, source: jax.Array, target: jax.Array, *, config: ModelConfig) -> Pool:
+    """Copies one slot of every ring, rows that could be rolled back to included. Donates `pool`."""
+    out = tuple(dict(buffers) for buffers in pool)
+    for layer, name in {(c.layer, c.component.buffer) for c in cells(config) if not c.component.paged}:
+        ring = pool[layer][name]
+        out[layer][name] = set_bits(ring, (target,), ring[source])
+    return out
+
+
+def boundary_starts(config: ModelConfig, length: int) -> dict[str, np.int32]:
+    """The first live row of every cell."""
+    return {c.name: np.int32(c.live(config, length).start) for c in cells(config)}
+
+
+def boundary_counts(config: ModelConfig, length: int) -> dict[str, np.int32]:
+    """The number of live rows of every cell."""
+    return {c.name: np.int32(len(c.live(config, length))) for c in cells(config)}
 
 
 def read_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], length: int) -> Rows:
@@ -217,10 +258,10 @@ def read_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], leng
         slot, pages: what the sequence owns; `pages` in the order of its tokens.
         length: tokens it holds.
     """
-    starts = {c.name: np.int32(c.live(config, length).start) for c in cells(config)}
-    boundary = _gather_boundary(pool, np.int32(slot), starts, config=config)
+    starts = boundary_starts(config, length)
+    boundary = gather_boundary(pool, np.int32(slot), starts, config=config)
     calls = [
-        _gather_pages(pool, _padded(pages[i : i + PAGES_A_CALL], fill=0), config=config)
+        gather_pages(pool, _padded(pages[i : i + PAGES_A_CALL], fill=0), config=config)
         for i in range(0, len(pages), PAGES_A_CALL)
     ]
     rows: Rows = {}
@@ -239,14 +280,13 @@ def read_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], leng
 def write_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], length: int, rows: Rows) -> Pool:
     """Writes what `read_rows` returned into a slot and pages, of this pool or another. Donates `pool`."""
     everything = cells(config)
-    starts = {c.name: np.int32(c.live(config, length).start) for c in everything}
-    counts = {c.name: np.int32(len(c.live(config, length))) for c in everything}
+    starts, counts = boundary_starts(config, length), boundary_counts(config, length)
     boundary = {
         c.name: _grown(rows[c.name], c.component.most_rows(config, c.layer))
         for c in everything
         if not c.component.paged
     }
-    pool = _scatter_boundary(pool, np.int32(slot), starts, counts, boundary, config=config)
+    pool = scatter_boundary(pool, np.int32(slot), starts, counts, boundary, config=config)
     for i in range(0, len(pages), PAGES_A_CALL):
         call = {}
         for cell in everything:
@@ -256,7 +296,7 @@ def write_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], len
                 grown = _grown(part, PAGES_A_CALL * buffer.shape[1])
                 call[cell.name] = grown.reshape(PAGES_A_CALL, *buffer.shape[1:])
         targets = _padded(pages[i : i + PAGES_A_CALL], fill=np.iinfo(np.int32).max)
-        pool = _scatter_pages(pool, targets, call, config=config)
+        pool = scatter_pages(pool, targets, call, config=config)
     return pool
 
 
