@@ -158,6 +158,24 @@ class Engine(Sequences):
         """One decode step for each of several sequences; as `prefill_batch`."""
         return self.prefill_batch([(seq, [token]) for seq, token in work])
 
+    def replay(self, seq: Sequence, tokens: Tokens[int] | np.ndarray, *, exact: bool = True) -> None:
+        """Runs tokens again whose entries an adopted sequence has in its pages already.
+
+        Args:
+            seq: from `adopt`, at its start.
+            tokens: from where it stands to where its pages end; none if it stands there.
+            exact: False where they are too few: the sequence is then marked, and its state stays with it.
+
+        Raises:
+            ValueError: another number of tokens.
+        """
+        self._slots.check(seq)
+        if seq.length + len(tokens) != seq.kept:
+            raise ValueError(f"{len(tokens)} tokens from {seq.length} on do not end at {seq.kept}")
+        if len(tokens):
+            self.prefill(seq, tokens)
+        seq.restored, seq.exact = seq.length, exact
+
     def prefill_probed(self, seq: Sequence, tokens: Tokens[int] | np.ndarray) -> tuple[np.ndarray, Probe]:
         """As `prefill` with `all_logits`, and what was computed on the way (see `Probe`), as numpy arrays.
 

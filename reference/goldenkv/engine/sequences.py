@@ -160,24 +160,28 @@ class Sequences:
         """Boundary states that can still be saved."""
         return self._boundaries.free
 
-    def adopt(self, pages: Several[int], length: int, *, boundary: int | None) -> Sequence:
+    def adopt(
+        self, pages: Several[int], length: int, *, boundary: int | None = None, since: int = 0
+    ) -> Sequence:
         """A new sequence over pages that others computed. It holds them, and copies before it writes.
+
+        It stands at the boundary state, or at `since` without one, and must then run the same tokens as those
+        of the pages up to `length`: it does not write their entries again.
 
         Args:
             pages: those of the first `length` tokens, in order.
             length: tokens whose entries are in the pages.
-            boundary: a state saved at or before `length`: the sequence then stands there, with entries
-                up to `length` that it will not write again. None: it stands at 0 in the same way, and its
-                rows must be replayed.
+            boundary: a state saved at or before `length`.
+            since: without a boundary state: the position before which there are no rows.
 
         Raises:
-            ValueError: too few or too many pages, a free page, or a boundary past `length`.
+            ValueError: too few or too many pages, a free page, or a position past `length`.
             CapacityError: no slot is free. Nothing has changed.
         """
-        at = 0 if boundary is None else self._boundaries.length(boundary)
-        if len(pages) != -(-length // self.geometry.page_size) or at > length:
+        at = since if boundary is None else self._boundaries.length(boundary)
+        if len(pages) != -(-length // self.geometry.page_size) or not 0 <= at <= length:
             raise ValueError(
-                f"{len(pages)} pages of {self.geometry.page_size} tokens and a boundary at {at} do not fit "
+                f"{len(pages)} pages of {self.geometry.page_size} tokens, starting at {at}, do not fit "
                 f"{length} tokens"
             )
         if length > self.max_length:
@@ -190,7 +194,7 @@ class Sequences:
             raise
         if boundary is not None:
             self._pool = self._boundaries.load(self._pool, boundary, seq.slot)
-        seq.pages, seq.kept = list(pages), length
+        seq.pages, seq.kept, seq.since = list(pages), length, since if boundary is None else 0
         self._slots.advance(seq, at, restored=True)
         return seq
 

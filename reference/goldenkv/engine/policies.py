@@ -1,0 +1,143 @@
+"""Reload policies: which boundary states are kept, and how a hit becomes an exact sequence again.
+
+Pages hold entries, which are exact wherever they are. What they lack is boundary state: window rows,
+compressor rows, overlap. A policy keeps it at some positions, or replays tokens to make it again. Report
+section 3.5.2 names full, periodic and zero; production kept it at the ends of prompts and outputs.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..config import ModelConfig
+from ..state.components import cells
+
+
+class End(enum.Enum):
+    """What ends at a position."""
+
+    PAGE = "a page"
+    PROMPT = "the prompt"
+    OUTPUT = "the output"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to reuse the entries of `length` tokens.
+
+    Attributes:
+        length: tokens whose entries are reused.
+        boundary: the handle of the boundary state to start from, or None.
+        start: the first token to run again; `length` if none is.
+        exact: whether the state at `length` then has the bits of a cold run.
+    """
+
+    length: int
+    boundary: int | None
+    start: int
+    exact: bool = True
+
+
+class ReloadPolicy(Protocol):
+    """What to keep, and what to do with what was kept."""
+
+    def keeps(self, position: int, ends: frozenset[End]) -> bool:
+        """Whether the boundary state at a position, where `ends` end, is kept."""
+
+    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+        """How to reuse a match, or None if it is of no use.
+
+        Args:
+            config: the model.
+            length: tokens whose entries were found, from position 0.
+            boundaries: (position, handle) of the states found, ascending, none past `length`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Kept at the end of every page: nothing found is computed again."""
+
+    def keeps(self, position: int, ends: frozenset[End]) -> bool:
+        return End.PAGE in ends
+
+    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+        return _from_last(length, boundaries)
+
+
+@dataclass(frozen=True, slots=True)
+class Periodic:
+    """Kept every `period` tokens, a multiple of the page size: up to a period is computed again."""
+
+    period: int
+
+    def keeps(self, position: int, ends: frozenset[End]) -> bool:
+        return End.PAGE in ends and position % self.period == 0
+
+    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+        return _from_last(length, boundaries)
+
+
+@dataclass(frozen=True, slots=True)
+class EndPoints:
+    """Kept where a prompt or an output ends: for the next turn of the same conversation."""
+
+    def keeps(self, position: int, ends: frozenset[End]) -> bool:
+        return bool(ends & {End.PROMPT, End.OUTPUT})
+
+    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+        return _from_last(length, boundaries)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Nothing is kept: the receptive field of the boundary state is replayed, which is exact."""
+
+    def keeps(self, position: int, ends: frozenset[End]) -> bool:
+        return False
+
+    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+        return Plan(length, None, max(0, length - replay_length(config, length))) if length else None
+
+
+@dataclass(frozen=True, slots=True)
+class OneWindow:
+    """Nothing is kept, and only the last window is replayed, as V4.1 does: APPROXIMATE, for comparison.
+
+    Its sequences are marked: their state is refused wherever exact state is kept.
+    """
+
+    def keeps(self, position: int, ends: frozenset[End]) -> bool:
+        return False
+
+    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+        if not length:
+            return None
+        start = max(0, length - config.sliding_window)
+        return Plan(length, None, start, exact=length - start >= min(length, replay_length(config, length)))
+
+
+def replay_length(config: ModelConfig, length: int) -> int:
+    """Tokens that must run again so that the boundary state at `length` is exact, with all entries at hand.
+
+    Entries carry no error on, so only windows do: the input of layer l at a position is exact if l (W - 1)
+    tokens before it ran. Each layer needs that for the oldest row it keeps. At the end of whole blocks the
+    last layer's window decides: L (W - 1) tokens. The MTP layer, one token behind, needs W more.
+    """
+    reach = config.sliding_window - 1
+    oldest = (
+        cell.layer * reach + length - rows.start
+        for cell in cells(config)
+        if not cell.component.paged and (rows := cell.live(config, length))
+    )
+    return max(oldest, default=0)
+
+
+def _from_last(length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
+    """From the last state kept; entries behind it are reused, and its rows computed again."""
+    if not boundaries:
+        return None
+    position, handle = boundaries[-1]
+    return Plan(length, handle, position)
