@@ -13,8 +13,8 @@ from ..config import ModelConfig, Numerics
 
 
 def weights_digest(leaves: Iterable[jax.Array]) -> str:
-    """BLAKE2b over every weight in order: shapes, dtypes and bytes. Hexadecimal."""
-    digest = hashlib.blake2b(digest_size=16)
+    """BLAKE2b-256 over every weight in order: shapes, dtypes and bytes. 64 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=32)
     for leaf in leaves:
         array = np.ascontiguousarray(np.asarray(leaf))
         _add(digest, f"{array.dtype.name}{array.shape}".encode())
