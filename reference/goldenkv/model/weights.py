@@ -1,7 +1,7 @@
 """The weights, as flax nnx modules, and their seeded initialisation.
 
 Matrices are stored [inputs, outputs], so that a row of activations is multiplied from the left. Names of
-checkpoint tensors appear only in `checkpoint.py`.
+checkpoint tensors appear only in `checkpoint_names.py`.
 """
 
 from __future__ import annotations
