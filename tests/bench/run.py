@@ -6,6 +6,7 @@ speed       prefill and decode against transformers on the same weights, and pre
             multiply-adds of the equations at the speed of a plain matrix product of a tile
 restore     a restore from disk against recomputing the same tokens
 growth      tokens/s of prefill at growing context, and the peak memory of the process at the longest
+drafts      decoding with drafts, right and wrong ones, against decoding without
 production  one CSA and one HCA layer in the shapes of V4-Flash: speed, memory, and the same floor
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from drafts import drafts
 from measure import matrix_speed, multiplications, peak_memory, seconds
 from production import production
 
@@ -164,7 +166,13 @@ def grow() -> dict:
     }
 
 
-BENCHMARKS = {"speed": speed, "restore": restore, "growth": growth, "production": production}
+BENCHMARKS = {
+    "speed": speed,
+    "restore": restore,
+    "growth": growth,
+    "drafts": drafts,
+    "production": production,
+}
 
 
 def main() -> None:

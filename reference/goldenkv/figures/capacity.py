@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from ..capacity import PAGE_SIZES, Model, Report
 from ..capacity.tables import number, percent, size
 from ..state.formats import RowFormat
 from ..state.layouts import PageLayout
-from .base import DIFFERENT, ENTRY, SINK, WINDOW, categories, legend, pyplot
+from .base import ABSENT, DIFFERENT, ENTRY, SINK, WINDOW, categories, legend, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ _FIELDS = {"values": ENTRY, "rope": WINDOW, "scales": DIFFERENT, "padding": "#e4
 _FIELD_NAMES = {"values": "values", "rope": "rotated channels", "scales": "scales", "padding": "padding"}
 _TYPES = {
     "float8_e4m3fn": "E4M3", "float8_e4m3fnuz": "E4M3 FNUZ", "float8_e8m0fnu": "UE8M0",
-    "float4_e2m1fn": "E2M1", "bfloat16": "BF16", "float32": "FP32", "uint8": "bytes",
+    "float4_e2m1fn": "E2M1", "bfloat16": "BF16", "float32": "FP32",
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def row_figure(formats: Mapping[str, RowFormat]) -> Figure:
         for field in form.fields:
             axes.barh(line, field.nbytes, left=left, height=0.7, color=_FIELDS[field.name])
             if field.nbytes:
-                said.append(f"{field.count} {_TYPES[field.dtype]}")
+                said.append(f"{field.count} {'padding' if field.name == 'padding' else _TYPES[field.dtype]}")
             left += field.nbytes
         axes.text(left + most * 0.01, line, f"{left} bytes: {', '.join(said)}", va="center", fontsize=9)
     axes.set_yticks(range(len(formats)), list(formats))
@@ -56,18 +56,17 @@ def row_figure(formats: Mapping[str, RowFormat]) -> Figure:
 
 
 def page_figure(layout: PageLayout) -> Figure:
-    """Every byte of a page by what it holds, in lines as long as the data of a row; the last line enlarged."""
+    """Every byte of a page by what it holds, in lines as long as a row's data; the last line enlarged."""
     codes = page_codes(layout)
     width = sum(field.nbytes for field in layout.sections[0])
     lines = -(-len(codes) // width)
-    picture = np.full(lines * width, list(_FIELDS).index("padding"))
-    picture[: len(codes)] = codes
-    picture = picture.reshape(lines, width)
+    beyond = len(_FIELDS)
+    picture = np.pad(codes, (0, lines * width - len(codes)), constant_values=beyond).reshape(lines, width)
     figure, (whole, last) = pyplot().subplots(
         2, 1, figsize=(9, 4.2), layout="constrained", height_ratios=[5, 1]
     )
     for axes, part in ((whole, picture), (last, picture[-1:])):
-        categories(axes, part, list(_FIELDS.values()))
+        categories(axes, part, [*_FIELDS.values(), ABSENT])
         axes.set_xticks([0, *range(63, width, 64)], [1, *range(64, width + 1, 64)])
     whole.set_yticks([0, *range(15, lines, 16)], [1, *range(16, lines + 1, 16)])
     whole.set_ylabel(f"line of {width} bytes", fontsize=9)
@@ -116,7 +115,7 @@ def claims_figure(claims: Mapping[str, tuple[float, float]], who: str) -> Figure
     axes.set_xscale("log")
     axes.set_xlim(values.min() / 50, values.max() * 50)
     ticks = [10**p for p in range(0, 15, 3) if values.min() / 50 <= 10**p <= values.max() * 50]
-    axes.set_xticks(ticks, [decimal_size(tick).replace(".0", "") for tick in ticks])
+    axes.set_xticks(ticks, [decimal_size(tick) for tick in ticks])
     axes.set_yticks(range(len(claims)), list(claims))
     axes.set_ylim(len(claims) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
@@ -127,11 +126,12 @@ def claims_figure(claims: Mapping[str, tuple[float, float]], who: str) -> Figure
 
 
 def decimal_size(nbytes: float) -> str:
-    """A size in powers of 1000, as networks and articles count: 6.3 B, 20.2 kB, 1.1 GB."""
-    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= step:
-            return f"{nbytes / step:,.1f} {unit}"
-    return f"{nbytes:,.1f} B"
+    """A size in powers of 1000, as networks and articles count, to three digits: 6.3 B, 1.12 GB, 912 kB."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, step = next((found for found in units if nbytes >= found[1]), ("B", 1.0))
+    value = nbytes / step
+    text = f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
 def capacity_figure(report: Report) -> Figure:
