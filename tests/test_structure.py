@@ -31,7 +31,7 @@ FLOORS = [
     {"engine"},
     {"cluster"},
     {"sim", "conform"},
-    {"gate_report", "gate_process", "knockout", "parity", "precision"},
+    {"knockout", "parity", "precision"},
     {"gate"},
     {"figures"},
     {"cli"},

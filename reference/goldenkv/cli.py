@@ -86,8 +86,7 @@ def reload(
     damages the state and must be caught. The exit code is 1 if a path differs or a control is not caught.
     """
     from .config import Numerics
-    from .gate import Gate, ModelSource
-    from .gate_report import Report, tables
+    from .gate import Gate, ModelSource, Report, tables
     from .text import byte_tokens, default_text, tokenizer_tokens
 
     _check_folders(json_file, figure)

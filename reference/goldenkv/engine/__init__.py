@@ -1,8 +1,10 @@
-"""One engine: prefill, decode, batches, snapshots, drafts."""
+"""One engine: prefill, decode, batches, snapshots, drafts, shared prefixes."""
 
+from .cache import ForeignNamespace, Metrics, PrefixCache, Request
 from .engine import Engine
 from .free_shape import FreeShapeEngine
 from .generate import Speculation, generate, speculate
+from .policies import EndPoints, Full, OneWindow, Periodic, ReloadPolicy, Zero, replay_length
 from .sampling import greedy, sample
 from .sequences import ApproximateState
 from .slots import CapacityError, Sequence
@@ -10,12 +12,23 @@ from .slots import CapacityError, Sequence
 __all__ = [
     "ApproximateState",
     "CapacityError",
+    "EndPoints",
     "Engine",
+    "ForeignNamespace",
     "FreeShapeEngine",
+    "Full",
+    "Metrics",
+    "OneWindow",
+    "Periodic",
+    "PrefixCache",
+    "ReloadPolicy",
+    "Request",
     "Sequence",
     "Speculation",
+    "Zero",
     "generate",
     "greedy",
+    "replay_length",
     "sample",
     "speculate",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..config import ModelConfig
 from ..state.components import cells
@@ -40,83 +39,78 @@ class Plan:
     exact: bool = True
 
 
-class ReloadPolicy(Protocol):
-    """What to keep, and what to do with what was kept."""
+class ReloadPolicy:
+    """What to keep, and what to do with what was kept. Each policy but one is exact."""
+
+    def check(self, page_size: int) -> None:
+        """Raises ValueError where the policy does not fit pages of that many tokens."""
 
     def keeps(self, position: int, ends: frozenset[End]) -> bool:
         """Whether the boundary state at a position, where `ends` end, is kept."""
+        return False
 
     def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-        """How to reuse a match, or None if it is of no use.
+        """How to reuse a match: the exact plan that runs the fewest tokens again, from the last state kept or
+        by a replay without one. None where every token would run.
 
         Args:
             config: the model.
             length: tokens whose entries were found, from position 0.
             boundaries: (position, handle) of the states found, ascending, none past `length`.
         """
+        start, handle = length - replay_length(config, length), None
+        if boundaries and boundaries[-1][0] >= start:
+            start, handle = boundaries[-1]
+        return Plan(length, handle, start) if start > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
-    """Kept at the end of every page: nothing found is computed again."""
+class Full(ReloadPolicy):
+    """Kept at the end of every page: nothing found is run again."""
 
     def keeps(self, position: int, ends: frozenset[End]) -> bool:
         return End.PAGE in ends
 
-    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-        return _from_last(length, boundaries)
-
 
 @dataclass(frozen=True, slots=True)
-class Periodic:
-    """Kept every `period` tokens, a multiple of the page size: up to a period is computed again."""
+class Periodic(ReloadPolicy):
+    """Kept every `period` tokens, a multiple of the page size: up to a period is run again."""
 
     period: int
+
+    def check(self, page_size: int) -> None:
+        if self.period < 1 or self.period % page_size:
+            raise ValueError(f"period={self.period} must be a positive multiple of {page_size=}")
 
     def keeps(self, position: int, ends: frozenset[End]) -> bool:
         return End.PAGE in ends and position % self.period == 0
 
-    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-        return _from_last(length, boundaries)
-
 
 @dataclass(frozen=True, slots=True)
-class EndPoints:
+class EndPoints(ReloadPolicy):
     """Kept where a prompt or an output ends: for the next turn of the same conversation."""
 
     def keeps(self, position: int, ends: frozenset[End]) -> bool:
         return bool(ends & {End.PROMPT, End.OUTPUT})
 
-    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-        return _from_last(length, boundaries)
+
+@dataclass(frozen=True, slots=True)
+class Zero(ReloadPolicy):
+    """Nothing is kept: the receptive field of the boundary state is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
-    """Nothing is kept: the receptive field of the boundary state is replayed, which is exact."""
-
-    def keeps(self, position: int, ends: frozenset[End]) -> bool:
-        return False
-
-    def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-        return Plan(length, None, max(0, length - replay_length(config, length))) if length else None
-
-
-@dataclass(frozen=True, slots=True)
-class OneWindow:
+class OneWindow(ReloadPolicy):
     """Nothing is kept, and only the last window is replayed, as V4.1 does: APPROXIMATE, for comparison.
 
     Its sequences are marked: their state is refused wherever exact state is kept.
     """
 
-    def keeps(self, position: int, ends: frozenset[End]) -> bool:
-        return False
-
     def plan(self, config: ModelConfig, length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-        if not length:
-            return None
-        start = max(0, length - config.sliding_window)
-        return Plan(length, None, start, exact=length - start >= min(length, replay_length(config, length)))
+        """Replays the last window, and says whether that happens to be enough."""
+        start = length - config.sliding_window
+        exact = config.sliding_window >= replay_length(config, length)
+        return Plan(length, None, start, exact) if start > 0 else None
 
 
 def replay_length(config: ModelConfig, length: int) -> int:
@@ -133,11 +127,3 @@ def replay_length(config: ModelConfig, length: int) -> int:
         if not cell.component.paged and (rows := cell.live(config, length))
     )
     return max(oldest, default=0)
-
-
-def _from_last(length: int, boundaries: list[tuple[int, int]]) -> Plan | None:
-    """From the last state kept; entries behind it are reused, and its rows computed again."""
-    if not boundaries:
-        return None
-    position, handle = boundaries[-1]
-    return Plan(length, handle, position)

@@ -69,6 +69,11 @@ class Sequences:
         """Frees the slot, and the pages that nobody else holds; a second call does nothing."""
         self._freed(self._slots.close(seq))
 
+    def close_all(self) -> None:
+        """Closes every sequence that is open."""
+        for seq in list(self._slots.open_sequences):
+            self.close(seq)
+
     @property
     def free_slots(self) -> int:
         """Sequences that can still be opened."""

@@ -49,13 +49,16 @@ class Slots:
     def __init__(self, geometry: Geometry, max_length: int) -> None:
         self._geometry, self._max_length = geometry, max_length
         self.free_slots = list(range(geometry.slots))
+        self.open_sequences: list[Sequence] = []
         self.pages = Pages(geometry.pages)
 
     def open(self) -> Sequence:
         """A sequence with a slot and no pages yet."""
         if not self.free_slots:
             raise CapacityError(f"all {self._geometry.slots} slots are taken; close a sequence first")
-        return Sequence(owner=self, slot=self.free_slots.pop(0))
+        seq = Sequence(owner=self, slot=self.free_slots.pop(0))
+        self.open_sequences.append(seq)
+        return seq
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError for a sequence that was closed, or that another engine made."""
@@ -70,6 +73,7 @@ class Slots:
             raise ValueError("the sequence belongs to another engine")
         if not seq.open:
             return []
+        self.open_sequences.remove(seq)
         self.free_slots.append(seq.slot)
         pages, seq.open, seq.pages = seq.pages, False, []
         return self.pages.drop(pages)

@@ -1,5 +1,26 @@
-"""Prefixes: under which names their state is stored and found (`identity`, `keys`)."""
+"""Prefixes: under which names their state is stored and found, and what of them is there.
 
+`identity` and `keys` have the names, `radix` the tree, `strategies` and `prefetch` the order in which things
+leave it and come back.
+"""
+
+from .answers import (
+    BadBoundary,
+    BadLength,
+    BadPages,
+    BadTokens,
+    Evicted,
+    Inserted,
+    Lock,
+    Match,
+    NamespaceInUse,
+    NotLocked,
+    NotWritten,
+    RadixError,
+    StaleMatch,
+    Tail,
+)
+from .checks import Stats
 from .identity import (
     IdentityError,
     Namespace,
@@ -11,17 +32,47 @@ from .identity import (
     content_digest,
 )
 from .keys import Change, Event, PageKeys
+from .node import Write
+from .prefetch import SpeculativePrefetch
+from .radix import RadixTree
+from .strategies import LRU, Composite, SelectionDriven, Strategy, StrategyError, Victim
+from .writes import Written
 
 __all__ = [
+    "LRU",
+    "BadBoundary",
+    "BadLength",
+    "BadPages",
+    "BadTokens",
     "Change",
+    "Composite",
     "Event",
+    "Evicted",
     "IdentityError",
+    "Inserted",
+    "Lock",
+    "Match",
     "Namespace",
+    "NamespaceInUse",
+    "NotLocked",
+    "NotWritten",
     "PageKeys",
     "Public",
     "PublicDomains",
+    "RadixError",
+    "RadixTree",
+    "SelectionDriven",
+    "SpeculativePrefetch",
+    "StaleMatch",
+    "Stats",
+    "Strategy",
+    "StrategyError",
+    "Tail",
     "Tenant",
     "TensorParallel",
     "UndeclaredDomain",
+    "Victim",
+    "Write",
+    "Written",
     "content_digest",
 ]

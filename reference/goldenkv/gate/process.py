@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .config import ModelConfig, Numerics, bench
-from .engine import Engine
-from .model.checkpoint import load_checkpoint
-from .model.weights import Model
-from .state import Rows, Snapshot
+from ..config import ModelConfig, Numerics, bench
+from ..engine import Engine
+from ..model.checkpoint import load_checkpoint
+from ..model.weights import Model
+from ..state import Rows, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def restore_elsewhere(
         snapshot.save(Path(folder) / "state.safetensors", config)
         order = {"folder": folder, "source": asdict(source), "tokens": tokens}
         done = subprocess.run(
-            [sys.executable, "-c", "from goldenkv import gate_process; gate_process.serve_restore()"],
+            [sys.executable, "-c", "from goldenkv.gate import process; process.serve_restore()"],
             input=json.dumps(order),
             capture_output=True,
             text=True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.table import Table
 
-from .state import Difference
+from ..state import Difference
 
 
 @dataclass(frozen=True, slots=True)
