@@ -8,6 +8,7 @@ restore     a restore from disk against recomputing the same tokens
 growth      tokens/s of prefill at growing context, and the peak memory of the process at the longest
 drafts      decoding with drafts, right and wrong ones, against decoding without
 production  one CSA and one HCA layer in the shapes of V4-Flash: speed, memory, and the same floor
+radix       the prefix tree by its size, and against SGLang's where that can be imported: see radix.py
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from drafts import drafts
 from measure import matrix_speed, multiplications, peak_memory, seconds
 from production import production
+from radix import radix
 
 from goldenkv.config import ModelConfig, Numerics, bench
 from goldenkv.engine import Engine
@@ -172,6 +174,7 @@ BENCHMARKS = {
     "growth": growth,
     "drafts": drafts,
     "production": production,
+    "radix": radix,
 }
 
 

@@ -6,29 +6,26 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..engine import ApproximateState, FreeShapeEngine, OneWindow, PrefixCache
 from ..engine.policies import replay_length
 from ..state import CorruptSnapshot, Rows, Snapshot, compare
+from .cold import AT_PROMPT, ColdRun
 from .paths import namespace_of
 from .report import Result
 
-if TYPE_CHECKING:
-    from .gate import Gate
-
-Damage = Callable[["Gate", Rows], Rows]
+Damage = Callable[[ColdRun, Rows], Rows]
 
 
-def lines(gate: Gate) -> dict[str, Callable[[Gate], Result]]:
+def lines(gate: ColdRun) -> dict[str, Callable[[ColdRun], Result]]:
     """The controls that the model and the prompt allow.
 
     A model without CSA layers has no overlap, a short prompt may have no entries, and one window may be
     enough for one layer.
     """
-    found: dict[str, Callable[[Gate], Result]] = {}
+    found: dict[str, Callable[[ColdRun], Result]] = {}
     if any("overlap" in name for name in gate.snapshot.rows):
         found["overlap dropped"] = partial(_damaged, "overlap dropped", _drop_overlap)
     found["stale window rows"] = partial(_damaged, "stale window rows", _stale_window)
@@ -44,12 +41,12 @@ def lines(gate: Gate) -> dict[str, Callable[[Gate], Result]]:
     }
 
 
-def _damaged(name: str, damage: Damage, gate: Gate) -> Result:
+def _damaged(name: str, damage: Damage, gate: ColdRun) -> Result:
     rows = damage(gate, dict(gate.snapshot.rows))
     return _control(name, replace(gate.snapshot, rows=rows), gate)
 
 
-def _control(name: str, snapshot: Snapshot, gate: Gate) -> Result:
+def _control(name: str, snapshot: Snapshot, gate: ColdRun) -> Result:
     began = time.perf_counter()
     seq = gate.engine.restore(snapshot)
     seconds = gate.ready(began)
@@ -57,11 +54,9 @@ def _control(name: str, snapshot: Snapshot, gate: Gate) -> Result:
 
 
 def _judged(
-    name: str, found: Rows, seconds: float, gate: Gate, *, reused: int | None = None, nbytes: int = 0
+    name: str, found: Rows, seconds: float, gate: ColdRun, *, reused: int | None = None, nbytes: int = 0
 ) -> Result:
     """What damage at the prompt's end does later: the damaged rows themselves are not compared."""
-    from .gate import AT_PROMPT
-
     later = {name: rows for name, rows in gate.expected.items() if not name.startswith(AT_PROMPT)}
     difference = compare(later, {name: found[name] for name in later})
     wrong = np.flatnonzero(~difference.by_name["logits"])
@@ -75,12 +70,12 @@ def _judged(
     return Result(name, True, length, nbytes, difference, seconds, caught)
 
 
-def _drop_overlap(gate: Gate, rows: Rows) -> Rows:
+def _drop_overlap(gate: ColdRun, rows: Rows) -> Rows:
     """The first half of the last finished block's rows, which looks empty at a block boundary."""
     return rows | {name: np.zeros_like(r) for name, r in rows.items() if "overlap" in name}
 
 
-def _stale_window(gate: Gate, rows: Rows) -> Rows:
+def _stale_window(gate: ColdRun, rows: Rows) -> Rows:
     """The window of a stranger of the same length: a slot's ring that was not restored."""
     seq = gate.engine.open()
     gate.engine.prefill(seq, gate.stranger(gate.snapshot.length))
@@ -89,13 +84,13 @@ def _stale_window(gate: Gate, rows: Rows) -> Rows:
     return rows | {name: stale[name] for name in rows if name.endswith(".window")}
 
 
-def _entries(gate: Gate) -> str | None:
+def _entries(gate: ColdRun) -> str | None:
     """The first cell with two entries to swap."""
     rows = gate.snapshot.rows
     return next((n for n, r in rows.items() if n.endswith(".entries") and len(r) > 1), None)
 
 
-def _swap_entries(gate: Gate, rows: Rows) -> Rows:
+def _swap_entries(gate: ColdRun, rows: Rows) -> Rows:
     """The first two entries of the first layer that has two."""
     name = _entries(gate)
     assert name is not None
@@ -104,7 +99,7 @@ def _swap_entries(gate: Gate, rows: Rows) -> Rows:
     return rows | {name: rows[name][order]}
 
 
-def _one_window(gate: Gate) -> Result:
+def _one_window(gate: ColdRun) -> Result:
     """A prefix cache that replays one window only: what it makes differs, and is not let into the cache."""
     cache = PrefixCache(gate.engine, OneWindow())
     namespace = namespace_of(gate)
@@ -131,7 +126,7 @@ def _one_window(gate: Gate) -> Result:
     return replace(result, caught="") if published else result
 
 
-def _flipped_file(gate: Gate) -> bytes:
+def _flipped_file(gate: ColdRun) -> bytes:
     """The snapshot's file with one bit flipped: the lowest of the newest entry, or window row if none."""
     data = bytearray(gate.snapshot.to_bytes(gate.config))
     name = _entries(gate) or next(n for n in gate.snapshot.rows if n.endswith(".window"))
@@ -140,7 +135,7 @@ def _flipped_file(gate: Gate) -> bytes:
     return bytes(data)
 
 
-def _flipped_bit(gate: Gate) -> Result:
+def _flipped_bit(gate: ColdRun) -> Result:
     began = time.perf_counter()
     caught = ""
     try:
@@ -152,12 +147,12 @@ def _flipped_bit(gate: Gate) -> Result:
     return Result("bit flipped", True, length, nbytes, None, seconds, caught)
 
 
-def _flipped_bit_unverified(gate: Gate) -> Result:
+def _flipped_bit_unverified(gate: ColdRun) -> Result:
     snapshot = Snapshot.from_bytes(_flipped_file(gate), verify=False)
     return _control("bit flipped, unverified", snapshot, gate)
 
 
-def _free_shape(gate: Gate) -> Result:
+def _free_shape(gate: ColdRun) -> Result:
     """The same prompt in two chunk plans, each chunk computed in its own shape."""
     tokens = gate.tokens[:576]
     engine = FreeShapeEngine(gate.model, gate.config, gate.source.numerics, max_length=len(tokens))

@@ -6,21 +6,18 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..engine import EndPoints, Full, Periodic, PrefixCache, ReloadPolicy, Sequence, Zero, speculate
 from ..prefix import Namespace, Tenant, TensorParallel
 from ..state import Snapshot, compare
+from .cold import ColdRun
 from .process import restore_elsewhere
 from .report import Result
 
-if TYPE_CHECKING:
-    from .gate import Gate
 
-
-def cold_again(gate: Gate) -> Result:
+def cold_again(gate: ColdRun) -> Result:
     """The same once more."""
     seq = gate.engine.open()
     began = time.perf_counter()
@@ -29,7 +26,7 @@ def cold_again(gate: Gate) -> Result:
     return gate.result("cold, once more", gate.finish(seq), seconds)
 
 
-def chunk_plan(number: int, gate: Gate) -> Result:
+def chunk_plan(number: int, gate: ColdRun) -> Result:
     """The prompt in random chunks."""
     left, plan = len(gate.tokens), []
     while left:
@@ -42,7 +39,7 @@ def chunk_plan(number: int, gate: Gate) -> Result:
     return gate.result(f"chunk plan {number}: {len(plan)} chunks", gate.finish(seq), seconds)
 
 
-def batch(gate: Gate) -> Result:
+def batch(gate: ColdRun) -> Result:
     """Two strangers of other lengths run in the same batch, while prefilling and while decoding."""
     engine = gate.engine
     strangers = [gate.stranger(len(gate.tokens) // 2 + 1), gate.stranger(len(gate.tokens) // 3 + 1)]
@@ -60,7 +57,7 @@ def batch(gate: Gate) -> Result:
     return gate.result("batch with 2 strangers", found, seconds)
 
 
-def fork(gate: Gate) -> Result:
+def fork(gate: ColdRun) -> Result:
     """A fork of a fork goes on, while parent and grandparent write tokens of their own into shared pages."""
     engine, half = gate.engine, len(gate.tokens) // 2
     first = engine.open()
@@ -77,7 +74,7 @@ def fork(gate: Gate) -> Result:
     return gate.result("fork of a fork", found, seconds)
 
 
-def drafts(gate: Gate) -> Result:
+def drafts(gate: ColdRun) -> Result:
     """Guesses with every pass, some of them right: the model verifies them, and takes the others back."""
     seq = gate.engine.restore(gate.snapshot)
     at_prompt = gate.engine.rows(seq)
@@ -96,7 +93,7 @@ def drafts(gate: Gate) -> Result:
     return gate.result(f"drafts: {done.accepted} of {done.drafted} kept", found, seconds)
 
 
-def host(gate: Gate) -> Result:
+def host(gate: ColdRun) -> Result:
     """From a snapshot in host memory."""
     gate.soil()
     began = time.perf_counter()
@@ -104,7 +101,7 @@ def host(gate: Gate) -> Result:
     return _restored(gate, "restore: host memory", seq, gate.ready(began))
 
 
-def disk(gate: Gate) -> Result:
+def disk(gate: ColdRun) -> Result:
     """From a file."""
     gate.soil()
     with tempfile.TemporaryDirectory() as folder:
@@ -115,12 +112,12 @@ def disk(gate: Gate) -> Result:
         return _restored(gate, "restore: disk", seq, gate.ready(began))
 
 
-def _restored(gate: Gate, name: str, seq: Sequence, seconds: float) -> Result:
+def _restored(gate: ColdRun, name: str, seq: Sequence, seconds: float) -> Result:
     found = gate.finish(seq)
     return gate.result(name, found, seconds, reused=gate.snapshot.length, nbytes=gate.snapshot.nbytes)
 
 
-def new_process(gate: Gate) -> Result:
+def new_process(gate: ColdRun) -> Result:
     """A fresh interpreter reads the file, restores it in an engine of another size, and decodes."""
     began = time.perf_counter()
     found = restore_elsewhere(gate.source, gate.snapshot, gate.config, gate.decoded)
@@ -139,7 +136,7 @@ POLICIES: Mapping[str, Callable[[int], ReloadPolicy]] = {
 """The exact reload policies, for pages of so many tokens."""
 
 
-def policy(name: str, gate: Gate) -> Result:
+def policy(name: str, gate: ColdRun) -> Result:
     """A request is served and leaves; the next turn of its conversation finds what the policy kept."""
     cache = PrefixCache(gate.engine, POLICIES[name](gate.engine.geometry.page_size))
     namespace, cut = namespace_of(gate), len(gate.tokens) - len(gate.tokens) // 10
@@ -160,7 +157,7 @@ def policy(name: str, gate: Gate) -> Result:
     return gate.result(f"policy: {name}", found, seconds, reused=reused)
 
 
-def namespace_of(gate: Gate) -> Namespace:
+def namespace_of(gate: ColdRun) -> Namespace:
     """What the gate's state is stored under in a prefix cache."""
     return Namespace(
         domain=Tenant("gate", None), model=gate.engine.fingerprint, tokenizer=None, chat_template=None,

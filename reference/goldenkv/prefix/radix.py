@@ -152,9 +152,8 @@ class RadixTree:
         """
         namespace = checked_namespace(namespace)
         plan = plan_insert(self.shape, self.holdings, namespace, tokens, pages, boundaries or {})
-        self._tick()
+        self.strategy.inserted(plan.fresh, self._tick())  # first, so that the pages' scores count from now
         carry_out(plan, self.shape, self.holdings)
-        self.strategy.inserted(plan.fresh, self.holdings.now)
         return plan.result
 
     def evict(self, pages: int = 0, boundaries: int = 0) -> Evicted:
