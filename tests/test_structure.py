@@ -31,7 +31,7 @@ FLOORS = [
     {"engine"},
     {"cluster"},
     {"sim", "conform"},
-    {"knockout", "parity", "precision"},
+    {"knockout", "parity", "precision", "replay_study", "conversation"},
     {"gate"},
     {"figures"},
     {"cli"},
