@@ -67,7 +67,7 @@ def differing(found: Rows, expected: Rows) -> set[str]:
 
 
 def replayed(e: Engine, length: int, counts: list[int], *, seed: int = 0) -> list[set[str]]:
-    """What differs from the cold run after replaying each number of tokens, in a slot that was used before."""
+    """What differs from the cold run after replaying each number of tokens, in a slot that was used."""
     ids = tokens_of(length, seed)
     donor = e.open()
     e.prefill(donor, ids)

@@ -14,7 +14,7 @@ import jaxlib
 from .model import ModelConfig
 
 ARITHMETIC = 1
-"""Revision of this project's own sums. Raise it with any change of operations, their order or their blocks."""
+"""Revision of this project's own sums. Raise it with any change of operations, their order or blocks."""
 
 
 @dataclass(frozen=True, slots=True)
