@@ -274,14 +274,21 @@ def test_a_token_that_found_no_room_is_in_no_key() -> None:
     assert found.plan is not None and found.plan.length == 3 * P and not cache.metrics.refused
 
 
-def test_no_page_is_left_for_a_reload() -> None:
-    """A replay over an unfinished page copies it, and finds no room: neither slot nor lock remains."""
+def test_a_reload_needs_no_page_and_what_follows_does() -> None:
+    """A replay writes no entry, so not even an unfinished page is copied for it; the next token's page is.
+
+    No page would become free by eviction, as the request runs on them: the cache keeps them all.
+    """
     cache = new(EndPoints(), pages=3)
     ask(cache, tokens_of(40))
     cache.policy = OneWindow()
+    request = cache.begin(space(), tokens_of(45))
+    assert request.seq.length == 40 and cache.engine.free_pages == 0
     with pytest.raises(CapacityError, match="1 pages needed, 0 free of 24"):
-        cache.begin(space(), tokens_of(45))
-    assert cache.engine.free_slots == 4 and cache.metrics.requests == 1
+        cache.run(request)
+    assert (request.remaining, cache.metrics.evicted_pages, cache.tree.stats().pages) == (5, 0, 3)
+    cache.cancel(request)
+    assert cache.metrics.cancelled == 5 and cache.engine.free_slots == 4
     cache.forget(space())
     assert is_empty(cache, pages=3)
 

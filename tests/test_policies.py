@@ -40,7 +40,7 @@ PAGE, PROMPT, OUTPUT = (frozenset({end}) for end in End)
         (Zero(), set()),
         (OneWindow(), set()),
     ],
-    ids=str,
+    ids=["full", "every page", "every second page", "end points", "zero", "one window"],
 )
 def test_what_is_kept(policy: ReloadPolicy, kept: set) -> None:
     asked = {(16, PAGE), (20, PROMPT), (21, OUTPUT), (32, PAGE), (32, PAGE | PROMPT), (1, PROMPT | OUTPUT)}

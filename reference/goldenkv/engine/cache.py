@@ -8,70 +8,19 @@ it holds; a hit counts once the keys of the request equal those, and not before.
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..prefix import Evicted, Lock, Match, Namespace, PageKeys, RadixTree, Strategy
 from .engine import Engine
 from .policies import End, Full, Plan, ReloadPolicy
+from .request import Metrics, Request
 from .sampling import checked_tokens
-from .slots import CapacityError, Sequence
+from .slots import Sequence
 
 
 class ForeignNamespace(ValueError):
     """A namespace whose state this engine does not make."""
-
-
-@dataclass(slots=True)
-class Metrics:
-    """What was counted. `reused`, `replayed` and `computed` of finished prompts sum to `prompt`.
-
-    Attributes:
-        requests: begun.
-        prompt: tokens of their prompts; of a fork those that are left.
-        reused: prompt tokens that were not run: their state was verified, and used.
-        replayed: prompt tokens run again although their entries were there.
-        computed: prompt tokens run for the first time.
-        refused: hits whose keys were not those of the request. They were computed.
-        evicted_pages, evicted_boundaries: dropped to make room.
-    """
-
-    requests: int = 0
-    prompt: int = 0
-    reused: int = 0
-    replayed: int = 0
-    computed: int = 0
-    refused: int = 0
-    evicted_pages: int = 0
-    evicted_boundaries: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One running request. Made by `PrefixCache.begin` and `fork`, ended by `finish` or `cancel`.
-
-    Attributes:
-        namespace: of all its state.
-        prompt: its token ids.
-        seq: its sequence; `seq.length` tokens have run.
-        plan: what it reuses, or None.
-    """
-
-    namespace: Namespace
-    prompt: np.ndarray
-    seq: Sequence
-    plan: Plan | None
-    keys: PageKeys
-    lock: Lock | None
-    tokens: list[int]
-    boundaries: dict[int, int] = field(default_factory=dict)
-    open: bool = True
-
-    @property
-    def remaining(self) -> int:
-        """Prompt tokens that have not run."""
-        return max(0, len(self.prompt) - self.seq.length)
 
 
 class PrefixCache:
@@ -105,21 +54,21 @@ class PrefixCache:
         Raises:
             ForeignNamespace: another model, numerics or page size than the engine's.
             ValueError: bad tokens.
-            CapacityError: no slot is free, or no page for a copy. Nothing has changed but for evictions.
+            CapacityError: no slot is free. Nothing has changed.
         """
         self._check(namespace)
         ids = checked_tokens(prompt, self.engine.config.vocab_size)
         keys = PageKeys(namespace, ids)
         match = self.tree.match(namespace.digest(), ids[:-1])
         plan, pages = self._plan(match)
-        if plan is not None and not self._verified(keys, plan, pages):
-            self.metrics.refused += 1
+        refused = plan is not None and not self._verified(keys, plan, pages)
+        if plan is None or refused:
             plan = None
-        if plan is None:
             request = Request(namespace, ids, self.engine.open(), None, keys, None, [])
         else:
             seq, lock = self._reload(ids, match, plan, pages)
             request = Request(namespace, ids, seq, plan, keys, lock, ids[: plan.length].tolist())
+        self.metrics.refused += refused
         self.metrics.requests += 1
         self.metrics.prompt += len(ids)
         if plan is not None:
@@ -128,16 +77,10 @@ class PrefixCache:
         return request
 
     def _reload(self, ids: np.ndarray, match: Match, plan: Plan, pages: list[int]) -> tuple[Sequence, Lock]:
-        since, seq = plan.start if plan.boundary is None else 0, None
+        since = plan.start if plan.boundary is None else 0
+        seq = self.engine.adopt(pages, plan.length, boundary=plan.boundary, since=since)
         lock = self.tree.lock(match, plan.length)
-        try:
-            seq = self.engine.adopt(pages, plan.length, boundary=plan.boundary, since=since)
-            self.engine.replay(seq, ids[plan.start : plan.length], exact=plan.exact)
-        except CapacityError:
-            if seq is not None:
-                self.engine.close(seq)
-            self.tree.unlock(lock)
-            raise
+        self.engine.replay(seq, ids[plan.start : plan.length], exact=plan.exact)  # it needs no room
         self.tree.touch(match, plan.length)
         return seq, lock
 
@@ -191,6 +134,7 @@ class PrefixCache:
     def cancel(self, request: Request) -> None:
         """Ends a request wherever it stands; what was not published is dropped."""
         self._check_open(request)
+        self.metrics.cancelled += request.remaining
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -206,7 +150,7 @@ class PrefixCache:
     def _extend(self, request: Request, ids: np.ndarray) -> np.ndarray:
         """Runs tokens, stopping where a boundary state is to be kept. It changes no bit where it stops."""
         seq, size = request.seq, self.engine.geometry.page_size
-        self.engine._reserve([(seq, seq.length + len(ids))])  # all of it or nothing
+        self.engine.reserve([(seq, seq.length + len(ids))])  # all of it or nothing
         logits, done = None, 0
         while done < len(ids):
             stop = min(len(ids), done + size - seq.length % size)
@@ -286,7 +230,9 @@ class PrefixCache:
     # Room ----------------------------------------------------------------------------------------------
 
     def _reclaim(self, missing: int) -> None:
-        """Evicts until so many pages more are free, or nothing is left that could go."""
+        """Evicts until so many pages more are free, if that can be: pages that run on are not freed by it."""
+        if len(self._keys) - len(self.engine.live_pages() & self._keys.keys()) < missing:
+            return
         wanted = self.engine.free_pages + missing
         while self.engine.free_pages < wanted:
             evicted = self.tree.evict(pages=wanted - self.engine.free_pages)

@@ -114,7 +114,7 @@ class Engine(Sequences):
         plan = [len(ids)] if chunk_plan is None else list(chunk_plan)
         if sum(plan) != len(ids) or min(plan) < 1:
             raise ValueError(f"chunk_plan must hold positive lengths that sum to {len(ids)}, got {plan}")
-        self._reserve([(seq, seq.length + len(ids))])
+        self.reserve([(seq, seq.length + len(ids))])
         logits, done = [], 0
         for size in plan:
             for live, tile_logits, _ in self._run(seq, ids[done : done + size], probe=False):
@@ -142,7 +142,7 @@ class Engine(Sequences):
         if len({id(seq) for seq, _ in work}) != len(work):
             raise ValueError("a sequence appears twice in the batch")
         checked = [(seq, checked_tokens(tokens, self.config.vocab_size)) for seq, tokens in work]
-        self._reserve([(seq, seq.length + len(ids)) for seq, ids in checked])
+        self.reserve([(seq, seq.length + len(ids)) for seq, ids in checked])
         running = {i: self._run(seq, ids, probe=False) for i, (seq, ids) in enumerate(checked)}
         last: dict[int, tuple[slice, jax.Array]] = {}
         while running:
@@ -182,7 +182,7 @@ class Engine(Sequences):
         It runs a program of its own, so compare its values with tolerances, not bits.
         """
         ids = checked_tokens(tokens, self.config.vocab_size)
-        self._reserve([(seq, seq.length + len(ids))])
+        self.reserve([(seq, seq.length + len(ids))])
         steps = [
             (np.asarray(logits)[live], jax.tree.map(lambda a, live=live: np.asarray(a)[live], probe))
             for live, logits, probe in self._run(seq, ids, probe=True)

@@ -88,6 +88,10 @@ class Sequences:
         """How many sequences and caches hold a page."""
         return self._pages.holders(page)
 
+    def live_pages(self) -> set[int]:
+        """Pages of all open sequences."""
+        return {page for seq in self._slots.open_sequences for page in seq.pages}
+
     def hold_pages(self, pages: Several[int]) -> None:
         """One more holder of each page: they stay as they are until `drop_pages`."""
         self._pages.hold(pages)
@@ -101,7 +105,7 @@ class Sequences:
             for page in pages:
                 self._pool = pools.poison_page(self._pool, np.int32(page), config=self.config)
 
-    def _reserve(self, wanted: Several[tuple[Sequence, int]]) -> None:
+    def reserve(self, wanted: Several[tuple[Sequence, int]]) -> None:
         """Room for each sequence up to its length in tokens: pages of its own where it will write.
 
         For all of them or for none. A page that others hold too is replaced by a copy.
@@ -226,7 +230,7 @@ class Sequences:
         """
         seq = self.open()
         try:
-            self._reserve([(seq, length)])
+            self.reserve([(seq, length)])
         except CapacityError:
             self.close(seq)
             raise

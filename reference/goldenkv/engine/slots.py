@@ -86,6 +86,8 @@ class Slots:
 
     def _shared(self, seq: Sequence, length: int) -> list[int]:
         """Places in the page table that growing to `length` will write and that others hold too."""
+        if length <= seq.kept:
+            return []  # a replay writes no entry
         size = self._geometry.page_size
         first = max(seq.length, seq.kept) // size
         last = min(len(seq.pages), -(-length // size))
