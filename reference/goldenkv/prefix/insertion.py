@@ -97,10 +97,13 @@ def carry_out(plan: Plan, shape: Shape, holdings: Holdings) -> None:
     if len(plan.ids) > plan.whole:
         rest = plan.data[plan.whole * shape.page_bytes :]
         touched.append(plan.tail or shape.append(parent, rest))
+    holdings.pages.add(plan.fresh)
     for node in touched:
         node.last_use = holdings.now
         node.references += 1
         holdings.adopt(node, plan.ids[node.start + len(node.pages) : node.start + node.count])
+    for node in touched:  # now that those with pages behind them are known: they may not leave
+        holdings.offer(node)
     starts = [node.start for node in touched]
     for place, handle in plan.ends:
         node = touched[bisect_left(starts, place) - 1]
