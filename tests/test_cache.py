@@ -277,7 +277,7 @@ def test_a_token_that_found_no_room_is_in_no_key() -> None:
 def test_a_reload_needs_no_page_and_what_follows_does() -> None:
     """A replay writes no entry, so not even an unfinished page is copied for it; the next token's page is.
 
-    No page would become free by eviction, as the request runs on them: the cache keeps them all.
+    No page can go meanwhile: the request reuses them all.
     """
     cache = new(EndPoints(), pages=3)
     ask(cache, tokens_of(40))

@@ -35,7 +35,7 @@ from goldenkv.model.tile import run_tile
 from goldenkv.model.weights import Model
 from goldenkv.ops import attend
 from goldenkv.prefix import Namespace, RadixTree, Tenant, TensorParallel
-from goldenkv.prefix.node import Boundary, Node
+from goldenkv.prefix.tree.node import Boundary, Node
 from goldenkv.state import Geometry, Rows, compare
 from goldenkv.state import pool as pools
 from goldenkv.state.boundaries import Boundaries

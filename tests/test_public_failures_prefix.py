@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from goldenkv.config import micro
-from goldenkv.prefix import BadBoundary, BadPages, Match, RadixTree, StaleMatch, holdings, node
+from goldenkv.prefix import BadBoundary, BadPages, Match, RadixTree, StaleMatch
+from goldenkv.prefix.tree import holdings, node
 from goldenkv.state import COMPONENTS, Geometry, Grouping, GroupingError, HitPolicy
 from goldenkv.state.groupings import Pool, Slot
 

@@ -20,10 +20,9 @@ from goldenkv.prefix import (
     RadixError,
     RadixTree,
     StaleMatch,
-    checks,
-    node,
 )
-from goldenkv.prefix.node import MERGE_AFTER, MOST_PAGES
+from goldenkv.prefix.tree import checks, node
+from goldenkv.prefix.tree.node import MERGE_AFTER, MOST_PAGES
 
 NS = b"namespace"
 
@@ -87,7 +86,7 @@ def test_whole_pages_are_compared_token_by_token(monkeypatch: pytest.MonkeyPatch
     wanted = {(1, 2): [0, 1], (3, 4): [2, 3], (5, 6): [4, 5], (7, 8): []}
     for pages, ids in wanted.items():
         assert tree.match(NS, tokens(*pages)).pages.tolist() == ids
-    monkeypatch.setattr("goldenkv.prefix.shape.find_child", lambda at, page: (at.children or {}).get(7))
+    monkeypatch.setattr("goldenkv.prefix.tree.shape.find_child", lambda at, page: (at.children or {}).get(7))
     assert any(tree.match(NS, tokens(*pages)).pages.tolist() != ids for pages, ids in wanted.items())
 
 

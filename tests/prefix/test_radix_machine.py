@@ -35,15 +35,10 @@ from goldenkv.prefix import (
     RadixTree,
     SelectionDriven,
     Strategy,
-    checks,
-    holdings,
-    insertion,
-    node,
     radix,
-    shape,
-    writes,
 )
-from goldenkv.prefix.holdings import Holdings
+from goldenkv.prefix.tree import checks, holdings, insertion, node, shape, writes
+from goldenkv.prefix.tree.holdings import Holdings
 
 P = 3
 NAMESPACES = (b"a", b"b")

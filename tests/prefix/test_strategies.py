@@ -18,7 +18,7 @@ from goldenkv.prefix import (
     StrategyError,
     Victim,
 )
-from goldenkv.prefix.order import EvictionOrder
+from goldenkv.prefix.tree.order import EvictionOrder
 
 NS = b"namespace"
 

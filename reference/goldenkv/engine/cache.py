@@ -230,9 +230,11 @@ class PrefixCache:
     # Room ----------------------------------------------------------------------------------------------
 
     def _reclaim(self, missing: int) -> None:
-        """Evicts until so many pages more are free, if that can be: pages that run on are not freed by it."""
-        if len(self._keys) - len(self.engine.live_pages() & self._keys.keys()) < missing:
-            return
+        """Evicts until so many pages more are free, or nothing is left that could go.
+
+        A page that a running request holds too does not become free by it; but the request may then write
+        into it without a copy.
+        """
         wanted = self.engine.free_pages + missing
         while self.engine.free_pages < wanted:
             evicted = self.tree.evict(pages=wanted - self.engine.free_pages)

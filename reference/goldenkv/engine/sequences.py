@@ -88,10 +88,6 @@ class Sequences:
         """How many sequences and caches hold a page."""
         return self._pages.holders(page)
 
-    def live_pages(self) -> set[int]:
-        """Pages of all open sequences."""
-        return {page for seq in self._slots.open_sequences for page in seq.pages}
-
     def hold_pages(self, pages: Several[int]) -> None:
         """One more holder of each page: they stay as they are until `drop_pages`."""
         self._pages.hold(pages)

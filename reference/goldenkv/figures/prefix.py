@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..prefix import RadixTree
-from ..prefix.node import TOKEN_BYTES, Node
+from ..prefix.tree.node import TOKEN_BYTES, Node
 from .base import DIFFERENT, ENTRY, WINDOW, bare, pyplot
 
 if TYPE_CHECKING:

@@ -89,13 +89,16 @@ class ColdRun:
         prompt = {AT_PROMPT + name: rows for name, rows in at_prompt.items()}
         return prompt | at_end | {"logits": logits}
 
-    def finish(self, seq: Sequence, decode: Callable[[int], np.ndarray] | None = None) -> Rows:
+    def finish(
+        self, seq: Sequence, decode: Callable[[int], np.ndarray] | None = None, *, close: bool = True
+    ) -> Rows:
         """Compares-to-be of a sequence at the prompt's end: decodes the cold run's tokens and closes it."""
         decode = decode or partial(self.engine.decode, seq)
         at_prompt = self.engine.rows(seq)
         logits = np.array([decode(token) for token in self.decoded])
         found = self.everything(at_prompt, self.engine.rows(seq), logits)
-        self.engine.close(seq)
+        if close:
+            self.engine.close(seq)
         return found
 
     def result(self, name: str, found: Rows, seconds: float, *, reused: int = 0, nbytes: int = 0) -> Result:

@@ -13,7 +13,7 @@ from ..engine import ApproximateState, FreeShapeEngine, OneWindow, PrefixCache
 from ..engine.policies import replay_length
 from ..state import CorruptSnapshot, Rows, Snapshot, compare
 from .cold import AT_PROMPT, ColdRun
-from .paths import namespace_of
+from .paths import served_again
 from .report import Result
 
 Damage = Callable[[ColdRun, Rows], Rows]
@@ -102,26 +102,16 @@ def _swap_entries(gate: ColdRun, rows: Rows) -> Rows:
 def _one_window(gate: ColdRun) -> Result:
     """A prefix cache that replays one window only: what it makes differs, and is not let into the cache."""
     cache = PrefixCache(gate.engine, OneWindow())
-    namespace = namespace_of(gate)
-    first = cache.begin(namespace, gate.tokens)
-    cache.run(first)
-    cache.finish(first)
-    gate.soil()
-    began = time.perf_counter()
-    again = cache.begin(namespace, gate.tokens)
-    cache.run(again)
-    seconds = gate.ready(began)
+    again, seconds = served_again(gate, cache, len(gate.tokens))
     assert again.plan is not None
     try:
         cache.publish(again)
         published = True
     except ApproximateState:
         published = False
-    at_prompt = gate.engine.rows(again.seq)
-    logits = np.array([cache.decode(again, token) for token in gate.decoded])
-    found = gate.everything(at_prompt, gate.engine.rows(again.seq), logits)
+    found = gate.finish(again.seq, partial(cache.decode, again), close=False)
     cache.cancel(again)
-    cache.forget(namespace)
+    cache.forget(again.namespace)
     result = _judged("one window replayed", found, seconds, gate, reused=again.plan.start)
     return replace(result, caught="") if published else result
 

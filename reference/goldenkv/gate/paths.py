@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ..engine import EndPoints, Full, Periodic, PrefixCache, ReloadPolicy, Sequence, Zero, speculate
+from ..engine import EndPoints, Full, Periodic, PrefixCache, ReloadPolicy, Request, Sequence, Zero, speculate
 from ..prefix import Namespace, Tenant, TensorParallel
 from ..state import Snapshot, compare
 from .cold import ColdRun
@@ -139,22 +140,29 @@ POLICIES: Mapping[str, Callable[[int], ReloadPolicy]] = {
 def policy(name: str, gate: ColdRun) -> Result:
     """A request is served and leaves; the next turn of its conversation finds what the policy kept."""
     cache = PrefixCache(gate.engine, POLICIES[name](gate.engine.geometry.page_size))
-    namespace, cut = namespace_of(gate), len(gate.tokens) - len(gate.tokens) // 10
-    first = cache.begin(namespace, gate.tokens[:cut])
-    cache.run(first)
-    cache.finish(first)
+    again, seconds = served_again(gate, cache, len(gate.tokens) - len(gate.tokens) // 10)
+    reused = 0 if again.plan is None else again.plan.start
+    found = gate.finish(again.seq, partial(cache.decode, again), close=False)
+    cache.finish(again)
+    cache.forget(again.namespace)
+    return gate.result(f"policy: {name}", found, seconds, reused=reused)
+
+
+def served_again(gate: ColdRun, cache: PrefixCache, first: int) -> tuple[Request, float]:
+    """A request of the first tokens ends, strangers use the slots, and one of the whole prompt runs.
+
+    Returns:
+        The second request, and the seconds it took.
+    """
+    namespace = namespace_of(gate)
+    before = cache.begin(namespace, gate.tokens[:first])
+    cache.run(before)
+    cache.finish(before)
     gate.soil()
     began = time.perf_counter()
     again = cache.begin(namespace, gate.tokens)
     cache.run(again)
-    seconds = gate.ready(began)
-    reused = 0 if again.plan is None else again.plan.start
-    at_prompt = gate.engine.rows(again.seq)
-    logits = np.array([cache.decode(again, token) for token in gate.decoded])
-    found = gate.everything(at_prompt, gate.engine.rows(again.seq), logits)
-    cache.finish(again)
-    cache.forget(namespace)
-    return gate.result(f"policy: {name}", found, seconds, reused=reused)
+    return again, gate.ready(began)
 
 
 def namespace_of(gate: ColdRun) -> Namespace:

@@ -4,7 +4,21 @@
 leave it and come back.
 """
 
-from .answers import (
+from .identity import (
+    IdentityError,
+    Namespace,
+    Public,
+    PublicDomains,
+    Tenant,
+    TensorParallel,
+    UndeclaredDomain,
+    content_digest,
+)
+from .keys import Change, Event, PageKeys
+from .prefetch import SpeculativePrefetch
+from .radix import RadixTree
+from .strategies import LRU, Composite, SelectionDriven, Strategy, StrategyError, Victim
+from .tree.answers import (
     BadBoundary,
     BadLength,
     BadPages,
@@ -20,23 +34,9 @@ from .answers import (
     StaleMatch,
     Tail,
 )
-from .checks import Stats
-from .identity import (
-    IdentityError,
-    Namespace,
-    Public,
-    PublicDomains,
-    Tenant,
-    TensorParallel,
-    UndeclaredDomain,
-    content_digest,
-)
-from .keys import Change, Event, PageKeys
-from .node import Write
-from .prefetch import SpeculativePrefetch
-from .radix import RadixTree
-from .strategies import LRU, Composite, SelectionDriven, Strategy, StrategyError, Victim
-from .writes import Written
+from .tree.checks import Stats
+from .tree.node import Write
+from .tree.writes import Written
 
 __all__ = [
     "LRU",

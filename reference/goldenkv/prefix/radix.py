@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .answers import (
+from .strategies import Strategy
+from .tree.answers import (
     BadLength,
     Evicted,
     Inserted,
@@ -30,15 +31,14 @@ from .answers import (
     RadixError,
     StaleMatch,
 )
-from .checks import Stats, check, count
-from .holdings import Holdings
-from .insertion import carry_out, plan_insert
-from .matching import find, path_ids
-from .node import TOKEN_BYTES, Write
-from .requests import checked_namespace, token_bytes
-from .shape import Path, Shape
-from .strategies import Strategy
-from .writes import Written, coming, finish_write, lose_stored, start_write, unsaved
+from .tree.checks import Stats, check, count
+from .tree.holdings import Holdings
+from .tree.insertion import carry_out, plan_insert
+from .tree.matching import find, path_ids
+from .tree.node import TOKEN_BYTES, Write
+from .tree.requests import checked_namespace, token_bytes
+from .tree.shape import Path, Shape
+from .tree.writes import Written, coming, finish_write, lose_stored, start_write, unsaved
 
 
 class RadixTree:

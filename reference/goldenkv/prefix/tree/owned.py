@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .strategies import grown
+from ..strategies import grown
 
 
 class Owned:

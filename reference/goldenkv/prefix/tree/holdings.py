@@ -6,12 +6,12 @@ from contextlib import closing
 
 import numpy as np
 
+from ..strategies import Score, Strategy, Victim
 from .answers import Evicted
 from .node import Boundary, Node, place
 from .order import EvictionOrder
 from .owned import Owned
 from .shape import Path, Shape
-from .strategies import Score, Strategy, Victim
 from .writes import nowhere
 
 

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Generator
 from typing import Generic, Protocol, TypeVar
 
-from .strategies import Score
+from ..strategies import Score
 
 
 class Queued(Protocol):
