@@ -523,10 +523,11 @@ figure = figures.shares_figure(divided)
 # What must be kept is declared once, in the **component table** (`goldenkv.state.components`). The engine, the
 # snapshots and this cell all read it. Rows in *pages* grow with the text. Rows at the *boundary* do not.
 #
-# Here is the published Flash model, all rows in BF16 except for the compressor rows, which are float32.
+# Here is the published Flash model without its MTP layer, which only drafts: all rows in BF16 except for the
+# compressor rows, which are float32.
 
 # %%
-published = flash()
+published = replace(flash(), num_nextn_predict_layers=0)
 numerics = Numerics(dtype="bfloat16")
 
 
