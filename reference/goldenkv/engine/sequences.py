@@ -110,9 +110,8 @@ class Sequences:
             ValueError: a sequence is closed or not of this engine.
             CapacityError: too long, or too few pages even after `reclaim`.
         """
-        missing = self._slots.missing(wanted)
-        if missing > self._pages.free and self.reclaim is not None:
-            self.reclaim(missing - self._pages.free)
+        if self.reclaim is not None and (short := self._slots.missing(wanted) - self._pages.free) > 0:
+            self.reclaim(short)
         for source, target in self._slots.reserve(wanted):
             self._pool = pools.copy_page(self._pool, np.int32(source), np.int32(target), config=self.config)
 

@@ -15,14 +15,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-FP8_BLOCK = 64
-"""Channels that share a scale in the native row."""
+from ..ops.quant import E2M1_FLOOR, E2M1_MAX, E4M3_FLOOR, E4M3_MAX, INDEX_BLOCK, KV_BLOCK
 
 FP8_BLOCK_V32 = 128
 """Channels that share a scale in the row of V3.2."""
-
-FP4_BLOCK = 32
-"""Channels that share a scale in an FP4 index key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ def fp8(channels: int, rope: int) -> RowFormat:
     published model and vLLM. TensorRT-LLM's floor is 1e-8, and FlashMLA's test code keeps the quotient at
     1e-4 or above: small blocks have other scales there, which unpack just as well.
     """
-    return _native("fp8", "float8_e4m3fn", 448.0, channels, rope)
+    return _native("fp8", "float8_e4m3fn", E4M3_MAX, channels, rope)
 
 
 def fp8_fnuz(channels: int, rope: int) -> RowFormat:
@@ -118,10 +114,10 @@ def fp8_fnuz(channels: int, rope: int) -> RowFormat:
 
 
 def _native(name: str, values: str, largest: float, channels: int, rope: int) -> RowFormat:
-    blocks = -(-(channels - rope) // FP8_BLOCK)
+    blocks = -(-(channels - rope) // KV_BLOCK)
     fields = [Field("values", values, channels - rope), Field("rope", "bfloat16", rope)]
     fields += [Field("scales", "float8_e8m0fnu", blocks), Field("padding", "uint8", -blocks % 8)]
-    return RowFormat(name, tuple(fields), Scaling(FP8_BLOCK, largest, floor=1e-4))
+    return RowFormat(name, tuple(fields), Scaling(KV_BLOCK, largest, E4M3_FLOOR))
 
 
 def fp8_v32(channels: int, rope: int) -> RowFormat:
@@ -132,7 +128,7 @@ def fp8_v32(channels: int, rope: int) -> RowFormat:
     """
     blocks = -(-(channels - rope) // FP8_BLOCK_V32)
     fields = (Field("values", "float8_e4m3fn", channels - rope), Field("scales", "float32", blocks))
-    scaling = Scaling(FP8_BLOCK_V32, 448.0, floor=448 * 2.0**-126, power_of_two=False)
+    scaling = Scaling(FP8_BLOCK_V32, E4M3_MAX, E4M3_MAX * 2.0**-126, power_of_two=False)
     return RowFormat("fp8_v32", (*fields, Field("rope", "bfloat16", rope)), scaling)
 
 
@@ -142,16 +138,16 @@ def index_fp8(channels: int, rope: int = 0) -> RowFormat:
     vLLM's V4 kernel rounds the scale up to a power of two; its V3.2 kernel can store max(amax, 1e-4) / 448.
     """
     fields = (Field("values", "float8_e4m3fn", channels), Field("scales", "float32", 1))
-    return RowFormat("index_fp8", fields, Scaling(channels, 448.0, floor=1e-4))
+    return RowFormat("index_fp8", fields, Scaling(channels, E4M3_MAX, E4M3_FLOOR))
 
 
 def index_fp4(channels: int, rope: int = 0) -> RowFormat:
     """An index key in E2M1 with a UE8M0 scale for 32 values: 68 bytes for 128 channels."""
     if channels % 2:
         raise ValueError(f"{channels=} must be even: two FP4 values share a byte")
-    blocks = -(-channels // FP4_BLOCK)
+    blocks = -(-channels // INDEX_BLOCK)
     fields = (Field("values", "float4_e2m1fn", channels), Field("scales", "float8_e8m0fnu", blocks))
-    return RowFormat("index_fp4", fields, Scaling(FP4_BLOCK, 6.0, floor=6 * 2.0**-126))
+    return RowFormat("index_fp4", fields, Scaling(INDEX_BLOCK, E2M1_MAX, E2M1_FLOOR))
 
 
 ROW_FORMATS: dict[str, Callable[[int, int], RowFormat]] = {

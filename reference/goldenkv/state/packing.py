@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
+from .compare import unsigned
 from .formats import Field, RowFormat, Scaling, element_type
 
 Fields = dict[str, np.ndarray]
@@ -86,7 +87,7 @@ def encode(rows: np.ndarray, form: RowFormat, *, quantise: bool = False, where: 
     if "rope" in fields:
         fields["rope"] = narrowed(wide[:, count:], form.field("rope").dtype)
     if not quantise:
-        same = _bits(decode(fields, form, rows.dtype.name)) == _bits(rows)
+        same = unsigned(decode(fields, form, rows.dtype.name)) == unsigned(rows)
         if not same.all():
             row, channel = (int(i) for i in np.argwhere(~same)[0])
             raise NotRepresentable(form, row, channel, float(wide[row, channel]), where)
@@ -132,7 +133,7 @@ def _scaled(
         scale = new_scales.astype(np.float32)[..., None]
         new_values = _quotients(blocks, scale, stored)
         back = narrowed(_products(new_values, scale), dtype)
-        right = (_bits(widened(back)) == _bits(blocks)).sum(axis=-1)
+        right = (unsigned(widened(back)) == unsigned(blocks)).sum(axis=-1)
         better = right > best
         values[better], scales[better] = new_values[better], new_scales[better]
         best = np.maximum(best, right)
@@ -204,10 +205,6 @@ def narrowed(wide: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         rounded = wide.astype(ml_dtypes.bfloat16).view(np.uint16)
     return np.where(bits & 0xFFFF, rounded, (bits >> 16).astype(np.uint16)).view(ml_dtypes.bfloat16)
-
-
-def _bits(rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows).view(np.dtype(f"u{rows.dtype.itemsize}"))
 
 
 def to_bytes(fields: Fields, form: RowFormat) -> np.ndarray:
