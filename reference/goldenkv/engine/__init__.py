@@ -9,6 +9,7 @@ from .request import Metrics, Request
 from .sampling import greedy, sample
 from .sequences import ApproximateState
 from .slots import CapacityError, Sequence
+from .tiered import TieredCache
 
 __all__ = [
     "ApproximateState",
@@ -26,6 +27,7 @@ __all__ = [
     "Request",
     "Sequence",
     "Speculation",
+    "TieredCache",
     "Zero",
     "generate",
     "greedy",

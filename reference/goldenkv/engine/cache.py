@@ -11,7 +11,7 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from ..prefix import Evicted, Lock, Match, Namespace, PageKeys, RadixTree, Strategy
+from ..prefix import Evicted, Inserted, Lock, Match, Namespace, PageKeys, RadixTree, Strategy
 from .engine import Engine
 from .policies import End, Full, Plan, ReloadPolicy
 from .request import Metrics, Request
@@ -59,7 +59,7 @@ class PrefixCache:
         self._check(namespace)
         ids = checked_tokens(prompt, self.engine.config.vocab_size)
         keys = PageKeys(namespace, ids)
-        match = self.tree.match(namespace.digest(), ids[:-1])
+        match = self._match(namespace, keys, ids[:-1])
         plan, pages = self._plan(match)
         refused = plan is not None and not self._verified(keys, plan, pages)
         if plan is None or refused:
@@ -172,9 +172,7 @@ class PrefixCache:
             ends |= {End.PAGE}
         if position in request.boundaries or not self.policy.keeps(position, ends):
             return
-        if not self.engine.free_boundaries:
-            self._drop(self.tree.evict(boundaries=1))
-        if self.engine.free_boundaries:
+        if self._room_for_boundary():
             request.boundaries[position] = self.engine.save_boundary(request.seq)
 
     def publish(self, request: Request) -> None:
@@ -194,20 +192,38 @@ class PrefixCache:
         boundaries = {p: h for p, h in request.boundaries.items() if p % size == 0 or p == length}
         tokens = np.array(request.tokens[:length], np.int32)
         inserted = self.tree.insert(request.namespace.digest(), tokens, pages, boundaries)
+        for position in boundaries:
+            del request.boundaries[position]
+        self._adopt(request.namespace, keys, length, pages, boundaries, inserted)
+
+    def _adopt(
+        self,
+        namespace: Namespace,
+        keys: PageKeys,
+        length: int,
+        pages: list[int],
+        boundaries: dict[int, int],
+        inserted: Inserted,
+    ) -> None:
+        """What the tree adopted of a sequence is held and gets its key; a state that it refused is freed."""
+        whole = length // self.engine.geometry.page_size
         self.engine.hold_pages(inserted.adopted)
         adopted = set(inserted.adopted)
         for index, page in enumerate(pages):
             if page in adopted:
-                self._keys[page] = keys.pages[index] if index * size < whole else keys.boundary(length)
+                self._keys[page] = keys.pages[index] if index < whole else keys.boundary(length)
         refused = set(inserted.boundaries_refused)
         for position, handle in boundaries.items():
-            del request.boundaries[position]
             if handle in refused:
                 self.engine.drop_boundary(handle)
             else:
                 self._boundary_keys[handle] = keys.boundary(position)
 
     # Hits ----------------------------------------------------------------------------------------------
+
+    def _match(self, namespace: Namespace, keys: PageKeys, ids: np.ndarray) -> Match:
+        """What is on the device of these tokens."""
+        return self.tree.match(namespace.digest(), ids)
 
     def _plan(self, match: Match) -> tuple[Plan | None, list[int]]:
         """What the policy makes of a match, and the pages that it reuses."""
@@ -242,7 +258,14 @@ class PrefixCache:
                 return
             self._drop(evicted)
 
+    def _room_for_boundary(self) -> bool:
+        """Evicts a boundary state if all slots are taken. Whether one is free then."""
+        if not self.engine.free_boundaries:
+            self._drop(self.tree.evict(boundaries=1))
+        return self.engine.free_boundaries > 0
+
     def _drop(self, evicted: Evicted) -> None:
+        """Frees what the tree holds no longer."""
         for page in evicted.pages:
             del self._keys[page]
         self.engine.drop_pages(evicted.pages)

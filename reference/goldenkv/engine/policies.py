@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..config import ModelConfig
 from ..state.components import cells
@@ -41,6 +42,9 @@ class Plan:
 
 class ReloadPolicy:
     """What to keep, and what to do with what was kept. Each policy but one is exact."""
+
+    between_pages: ClassVar[bool] = False
+    """Whether states are kept at positions that are no page's end."""
 
     def check(self, page_size: int) -> None:
         """Raises ValueError where the policy does not fit pages of that many tokens."""
@@ -89,6 +93,8 @@ class Periodic(ReloadPolicy):
 @dataclass(frozen=True, slots=True)
 class EndPoints(ReloadPolicy):
     """Kept where a prompt or an output ends: for the next turn of the same conversation."""
+
+    between_pages: ClassVar[bool] = True
 
     def keeps(self, position: int, ends: frozenset[End]) -> bool:
         return bool(ends & {End.PROMPT, End.OUTPUT})

@@ -15,7 +15,8 @@ import numpy as np
 from ..config import ModelConfig, Numerics
 from ..state import pool as pools
 from ..state.boundaries import Boundaries
-from ..state.pages import CapacityError
+from ..state.moving import GatheredBoundary, GatheredPages, write_pages
+from ..state.pages import CapacityError, Lease
 from ..state.pool import Geometry, Rows
 from .slots import Sequence, Slots
 
@@ -158,6 +159,43 @@ class Sequences:
     def drop_boundary(self, handle: int) -> None:
         """Frees what `save_boundary` kept."""
         self._boundaries.drop(handle)
+
+    # Moving pages and boundary states -----------------------------------------------------------------
+
+    def take_pages(self, count: int) -> list[Lease]:
+        """Pages that nobody held, each now held once, until `drop_pages`.
+
+        Raises:
+            CapacityError: fewer are free, even after `reclaim`. None was taken.
+        """
+        if self.reclaim is not None and count > self._pages.free:
+            self.reclaim(count - self._pages.free)
+        return [self._pages.lease(page) for page in self._pages.take(count)]
+
+    def gather_pages(self, pages: Several[int]) -> GatheredPages:
+        """A copy of pages as they are once all that was called before is done."""
+        return GatheredPages(self.config, self._pool, pages)
+
+    def write_pages(self, leases: Several[Lease], rows: Several[Rows]) -> None:
+        """Writes the rows of whole pages that were gathered here or elsewhere.
+
+        Raises:
+            StaleLease: a page was freed since it was leased: a late write. Nothing was written.
+        """
+        self._pages.check(leases)
+        self._pool = write_pages(self.config, self._pool, [lease.page for lease in leases], rows)
+
+    def gather_boundary(self, handle: int) -> GatheredBoundary:
+        """A copy of what `save_boundary` kept."""
+        return self._boundaries.gather(handle)
+
+    def put_boundary(self, length: int, rows: Rows) -> int:
+        """Keeps a boundary state that was gathered here or elsewhere. Returns its handle.
+
+        Raises:
+            CapacityError: all boundary slots are taken.
+        """
+        return self._boundaries.put(length, rows)
 
     @property
     def free_boundaries(self) -> int:

@@ -13,6 +13,7 @@ from .identity import (
     TensorParallel,
     UndeclaredDomain,
     content_digest,
+    owner_of,
 )
 from .keys import Change, Event, PageKeys
 from .prefetch import SpeculativePrefetch
@@ -75,4 +76,5 @@ __all__ = [
     "Write",
     "Written",
     "content_digest",
+    "owner_of",
 ]

@@ -156,6 +156,10 @@ class Namespace:
         if self.salt is not None:
             check_text("salt", self.salt, may_be_empty=True)
 
+    def owner(self) -> bytes:
+        """Whose state it is, see `owner_of`."""
+        return owner_of(self.domain)
+
     def digest(self) -> bytes:
         """Its name, 32 bytes. It can be published."""
         return self._hash(b"gkv1.namespace")
@@ -169,6 +173,15 @@ class Namespace:
         fields = tuple((f.name, _plain(getattr(self, f.name))) for f in dataclasses.fields(self))
         encoded = _encode(fields)
         return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES, key=secret or b"", person=tag).digest()
+
+
+def owner_of(domain: Tenant | Public) -> bytes:
+    """Names a tenant or a public domain, 32 bytes. Quotas and deletion go by it.
+
+    No secret is in it: who deletes a tenant need not hold the tenant's secret.
+    """
+    encoded = _encode(_plain(domain))
+    return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES, person=b"gkv1.owner").digest()
 
 
 def content_digest(content: bytes | np.ndarray) -> str:

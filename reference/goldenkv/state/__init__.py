@@ -4,7 +4,7 @@ And how production engines lay it out: row formats, pages, and the pools of vLLM
 """
 
 from .compare import Difference, compare
-from .components import COMPONENTS, Cell, Component, cells
+from .components import COMPONENTS, Cell, Component, cells, table_version
 from .fingerprint import fingerprint, weights_digest
 from .formats import ROW_FORMATS, RowFormat, row_format
 from .groupings import Grouping, GroupingError, HitPolicy
@@ -56,6 +56,7 @@ __all__ = [
     "read_page",
     "row_format",
     "sglang",
+    "table_version",
     "tensorrt_llm",
     "unpack",
     "unpack_state",

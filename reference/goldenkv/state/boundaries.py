@@ -15,8 +15,9 @@ import numpy as np
 from ..config import ModelConfig, Numerics
 from . import pool as pools
 from .components import cells
+from .moving import GatheredBoundary
 from .pages import CapacityError
-from .pool import Pool
+from .pool import Pool, Rows
 
 
 class Boundaries:
@@ -72,14 +73,37 @@ class Boundaries:
         Raises:
             CapacityError: no slot is free.
         """
-        if not self._free:
-            raise CapacityError(f"all {self._count} boundary slots are taken")
-        handle = self._free.pop()
+        handle = self._take()
         starts = pools.boundary_starts(self._config, length)
         rows = pools.gather_boundary(pool, np.int32(slot), starts, config=self._config)
         self._store = _put(self._store, np.int32(handle), rows)
         self._lengths[handle] = length
         return handle
+
+    def gather(self, handle: int) -> GatheredBoundary:
+        """A copy of a saved state, made now, that can be fetched to the host later."""
+        length = self.length(handle)
+        return GatheredBoundary(self._config, _get(self._store, np.int32(handle)), length)
+
+    def put(self, length: int, rows: Rows) -> int:
+        """Keeps rows that `GatheredBoundary.rows` returned. Returns the handle.
+
+        Raises:
+            CapacityError: no slot is free.
+        """
+        handle = self._take()
+        grown = {}
+        for name, array in self._store.items():
+            grown[name] = np.zeros(array.shape[1:], array.dtype)
+            grown[name][: len(rows[name])] = rows[name]
+        self._store = _put(self._store, np.int32(handle), grown)
+        self._lengths[handle] = length
+        return handle
+
+    def _take(self) -> int:
+        if not self._free:
+            raise CapacityError(f"all {self._count} boundary slots are taken")
+        return self._free.pop()
 
     def load(self, pool: Pool, handle: int, slot: int) -> Pool:
         """Writes a saved state into a ring slot. Donates `pool`."""

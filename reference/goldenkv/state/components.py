@@ -27,6 +27,8 @@ So it keeps the streams of the last token, from which the next row will be made.
 from __future__ import annotations
 
 import enum
+import functools
+import hashlib
 from dataclasses import dataclass
 
 from ..config import LayerKind, ModelConfig, Numerics
@@ -156,6 +158,16 @@ COMPONENTS: tuple[Component, ...] = (
     Component("draft_window", "window", _MTP, Span.LATE_WINDOW, Width.HEAD),
     Component("draft_streams", "streams", _MTP, Span.LAST_TOKEN, Width.STREAMS),
 )
+
+
+@functools.cache
+def table_version() -> str:
+    """A digest of what the table says, 16 hexadecimal digits. State kept under another one is a miss."""
+    rows = [
+        (c.name, sorted(k.name for k in c.kinds), c.span.name, c.width.name, c.wide, c.float32)
+        for c in COMPONENTS
+    ]
+    return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

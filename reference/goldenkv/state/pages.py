@@ -7,10 +7,22 @@ holder: others get a copy first (`Sequences` does that). The device arrays thems
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class CapacityError(RuntimeError):
     """No free slot, too few free pages, or a sequence past the maximum length. Nothing has changed."""
+
+
+class StaleLease(RuntimeError):
+    """A late write: the page was freed, and perhaps given to somebody else, since it was leased."""
+
+
+class Lease(NamedTuple):
+    """A page as it was when it was taken: `epoch` counts how often it had been freed until then."""
+
+    page: int
+    epoch: int
 
 
 class Pages:
@@ -22,6 +34,7 @@ class Pages:
     def __init__(self, count: int) -> None:
         self._holders = [0] * count
         self._free = list(range(count - 1, -1, -1))  # the lowest number first
+        self._epochs = [0] * count
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -34,6 +47,22 @@ class Pages:
     def holders(self, page: int) -> int:
         """How many hold a page."""
         return self._holders[page]
+
+    def lease(self, page: int) -> Lease:
+        """A page that somebody holds, as it is now.
+
+        Raises:
+            ValueError: nobody holds it.
+        """
+        if self._holders[page] < 1:
+            raise ValueError(f"page {page} is free and cannot be leased")
+        return Lease(page, self._epochs[page])
+
+    def check(self, leases: Sequence[Lease]) -> None:
+        """Raises StaleLease if any of these pages was freed since."""
+        stale = [lease.page for lease in leases if self._epochs[lease.page] != lease.epoch]
+        if stale:
+            raise StaleLease(f"pages {stale} were freed since they were leased: nothing was written")
 
     def take(self, count: int) -> list[int]:
         """Pages that nobody held, each now held once.
@@ -73,6 +102,7 @@ class Pages:
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
+                self._epochs[page] += 1
                 self._free.append(page)
                 freed.append(page)
         return freed

@@ -7,6 +7,7 @@ addressed by absolute position everywhere, so slot, pages and pool size change n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -156,12 +157,14 @@ PAGES_A_CALL = 16
 
 
 @partial(jax.jit, static_argnames="config")
-def _gather_pages(pool: Pool, pages: jax.Array, *, config: ModelConfig) -> dict[str, jax.Array]:
+def gather_pages(pool: Pool, pages: jax.Array, *, config: ModelConfig) -> dict[str, jax.Array]:
+    """Rows of pages by cell name, [pages, rows, channels]."""
     return {c.name: pool[c.layer][c.component.buffer][pages] for c in cells(config) if c.component.paged}
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
-def _scatter_pages(pool: Pool, pages: jax.Array, rows: dict[str, jax.Array], *, config: ModelConfig) -> Pool:
+def scatter_pages(pool: Pool, pages: jax.Array, rows: dict[str, jax.Array], *, config: ModelConfig) -> Pool:
+    """Writes what `gather_pages` returned; pages out of range are left out. Donates `pool`."""
     out = tuple(dict(buffers) for buffers in pool)
     for cell in cells(config):
         if cell.component.paged:
@@ -219,16 +222,16 @@ def set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
 def copy_page(pool: Pool, source: jax.Array, target: jax.Array, *, config: ModelConfig) -> Pool:
     """Copies one page of every paged component. Donates `pool`."""
-    return _scatter_pages(pool, target[None], _gather_pages(pool, source[None], config=config), config=config)
+    return scatter_pages(pool, target[None], gather_pages(pool, source[None], config=config), config=config)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
 def poison_page(pool: Pool, page: jax.Array, *, config: ModelConfig) -> Pool:
     """Fills one page of every paged component with NaN, so that a use after freeing shows. Donates `pool`."""
     rows = jax.tree.map(
-        lambda found: jnp.full_like(found, jnp.nan), _gather_pages(pool, page[None], config=config)
+        lambda found: jnp.full_like(found, jnp.nan), gather_pages(pool, page[None], config=config)
     )
-    return _scatter_pages(pool, page[None], rows, config=config)
+    return scatter_pages(pool, page[None], rows, config=config)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
@@ -261,7 +264,7 @@ def read_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], leng
     starts = boundary_starts(config, length)
     boundary = gather_boundary(pool, np.int32(slot), starts, config=config)
     calls = [
-        _gather_pages(pool, _padded(pages[i : i + PAGES_A_CALL], fill=0), config=config)
+        gather_pages(pool, padded(pages[i : i + PAGES_A_CALL], fill=0), config=config)
         for i in range(0, len(pages), PAGES_A_CALL)
     ]
     rows: Rows = {}
@@ -295,13 +298,14 @@ def write_rows(config: ModelConfig, pool: Pool, slot: int, pages: list[int], len
                 part = rows[cell.name][i * buffer.shape[1] : (i + PAGES_A_CALL) * buffer.shape[1]]
                 grown = _grown(part, PAGES_A_CALL * buffer.shape[1])
                 call[cell.name] = grown.reshape(PAGES_A_CALL, *buffer.shape[1:])
-        targets = _padded(pages[i : i + PAGES_A_CALL], fill=np.iinfo(np.int32).max)
-        pool = _scatter_pages(pool, targets, call, config=config)
+        targets = padded(pages[i : i + PAGES_A_CALL], fill=np.iinfo(np.int32).max)
+        pool = scatter_pages(pool, targets, call, config=config)
     return pool
 
 
-def _padded(pages: list[int], fill: int) -> np.ndarray:
-    return np.array(pages + [fill] * (PAGES_A_CALL - len(pages)), np.int32)
+def padded(pages: Sequence[int], fill: int) -> np.ndarray:
+    """The numbers of at most `PAGES_A_CALL` pages, filled up to so many."""
+    return np.array([*pages] + [fill] * (PAGES_A_CALL - len(pages)), np.int32)
 
 
 def _grown(rows: np.ndarray, count: int) -> np.ndarray:

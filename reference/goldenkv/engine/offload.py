@@ -1,0 +1,136 @@
+"""From a prefix cache down to the tiers: which objects its pages and boundary states are.
+
+What is published, or what leaves the device, is gathered on the device at once and copied by the mover. So it
+leaves with the bytes that it had then, and nothing has to wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ..config import ModelConfig, Numerics
+from ..prefix import Namespace
+from ..state import Rows, cells
+from ..state.moving import paged_shape
+from ..tiers.mover import Mover
+from ..tiers.objects import Address, Kind, Label, Tensor
+from ..tiers.saver import Source
+from ..tiers.transfer import Copy, pack
+from .sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What an object holds: a key under a namespace, and the tokens at its end."""
+
+    namespace: Namespace
+    key: bytes
+    kind: Kind
+    position: int
+
+
+class Offload:
+    """What one engine's cache holds, by the names under which tiers have it.
+
+    Args:
+        engine: whose pages and boundary states they are.
+        mover: to the tiers.
+        copy: copies components between rows and objects.
+    """
+
+    def __init__(self, engine: Sequences, mover: Mover, copy: Copy | None = None) -> None:
+        self.engine, self.mover, self.copy = engine, mover, copy
+        self._pages: dict[int, Name] = {}
+        self._boundaries: dict[int, Name] = {}
+        self._saved: set[Address] = set()
+
+    # Names ---------------------------------------------------------------------------------------------
+
+    def label(self, name: Name) -> Label:
+        """How its object must be labelled."""
+        size = self.engine.geometry.page_size
+        position = size if name.kind is Kind.PAGE else name.position  # whole pages are alike
+        tensors = _tensors(self.engine.config, self.engine.numerics, name.kind, position, size)
+        return Label(self.address(name), name.kind, name.position, name.namespace.layout, tensors)
+
+    @staticmethod
+    def address(name: Name) -> Address:
+        """Where its object is."""
+        return Address(*_scope(name.namespace), name.key)
+
+    # Down ----------------------------------------------------------------------------------------------
+
+    def published(self, pages: Mapping[int, Name], boundaries: Mapping[int, Name]) -> None:
+        """The cache holds these pages and handles now. They are written through, if a tier is."""
+        self._pages |= pages
+        self._boundaries |= boundaries
+        self._save(pages, boundaries, leaving=False)
+
+    def leaving(self, pages: Iterable[int], boundaries: Iterable[int], *, keep: bool) -> None:
+        """They leave the device. Called before anybody else can get them.
+
+        Args:
+            pages, boundaries: page numbers and handles.
+            keep: False where nobody wants them any more.
+        """
+        gone = {page: self._pages.pop(page) for page in pages}
+        gone_boundaries = {handle: self._boundaries.pop(handle) for handle in boundaries}
+        if keep:
+            self._save(gone, gone_boundaries, leaving=True)
+        self._saved -= {self.address(name) for name in [*gone.values(), *gone_boundaries.values()]}
+
+    def flush(self) -> None:
+        """Copies down all that is on the device and on no tier yet, and waits for it."""
+        self._save(self._pages, self._boundaries, leaving=True)
+        self.mover.drain()
+
+    def came_up(self, names: Iterable[Name]) -> None:
+        """These were loaded from a tier: it need not get them again."""
+        self._saved |= {self.address(name) for name in names}
+
+    def _save(self, pages: Mapping[int, Name], boundaries: Mapping[int, Name], *, leaving: bool) -> None:
+        self._saved -= set(self.mover.poll())
+        unsaved = {page: name for page, name in pages.items() if self.address(name) not in self._saved}
+        gathered = self.engine.gather_pages(list(unsaved))
+        for index, name in enumerate(unsaved.values()):
+            self._send(name, functools.partial(gathered.rows, index), leaving)
+        for handle, name in boundaries.items():
+            if self.address(name) not in self._saved:
+                self._send(name, self.engine.gather_boundary(handle).rows, leaving)
+
+    def _send(self, name: Name, rows: Callable[[], Rows], leaving: bool) -> None:
+        label = self.label(name)
+
+        def done(ok: bool) -> None:
+            if ok and not leaving:
+                self._saved.add(label.address)
+
+        source = Source(label, lambda: pack(label, rows(), self.copy))
+        self.mover.down.save(source, done, leaving=leaving)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensors(
+    config: ModelConfig, numerics: Numerics, kind: Kind, position: int, page_size: int
+) -> tuple[Tensor, ...]:
+    """The rows that an object has: those of paged components, or those of the others."""
+    found = []
+    for cell in cells(config):
+        if cell.component.paged is (kind is Kind.BOUNDARY):
+            continue
+        start = (position - 1) // page_size * page_size
+        shape = (
+            paged_shape(config, cell, page_size, start, position)
+            if cell.component.paged
+            else cell.shape(config, position)
+        )
+        found.append(Tensor(cell.name, cell.component.dtype(numerics), shape))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope(namespace: Namespace) -> tuple[bytes, bytes]:
+    """Owner and digest."""
+    return namespace.owner(), namespace.digest()

@@ -1,0 +1,247 @@
+"""One tier at work: its store, what leaves it when it is full, and what becomes of that."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..prefix import Strategy
+from .errors import Corrupt, Foreign, Full, Missing, StoreError, Unavailable
+from .metrics import TierMetrics
+from .objects import Address, Head, Item, Kind
+from .residents import Residents
+from .store import Stats, Store
+
+
+class Write(enum.Enum):
+    """When a tier gets an object."""
+
+    THROUGH = "as soon as it is published"
+    BACK = "when it leaves the tier above"
+    NEVER = "never: the tier is read only"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A store, and how it is used.
+
+    Attributes:
+        store: where the bytes are.
+        write: when objects come.
+        promote: what is found further down is copied up into this tier.
+        strategy: the order in which objects leave; None for least recently used. Not to be shared.
+        high, low: shares of the store's capacity. A put that would pass `high` makes room to `low`.
+        ttl: seconds that objects stay, or None.
+        cool_down: seconds in which a store that did not answer is not asked again.
+    """
+
+    store: Store
+    write: Write = Write.THROUGH
+    promote: bool = True
+    strategy: Strategy | None = None
+    high: float = 1.0
+    low: float = 0.9
+    ttl: float | None = None
+    cool_down: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high <= 1:
+            raise ValueError(f"low={self.low} and high={self.high} must be shares, 0 < low <= high <= 1")
+        if self.cool_down < 0 or (self.ttl is not None and self.ttl <= 0):
+            raise ValueError(f"cool_down={self.cool_down} and ttl={self.ttl} must be positive seconds")
+
+
+class Shelf:
+    """One tier. Every call may come from several threads at once.
+
+    Args:
+        tier: what it is.
+        page_size: tokens a page.
+        metrics: where it counts.
+        lost: told what has left this tier without getting into the one below.
+        clock: seconds, from anywhere.
+    """
+
+    below: Shelf | None = None
+    """Where objects go that leave this tier; None where they just go."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        page_size: int,
+        metrics: TierMetrics,
+        lost: Callable[[Address], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier, self.store, self.name = tier, tier.store, tier.store.name
+        self._page_size, self._metrics, self._lost, self._clock = page_size, metrics, lost, clock
+        self._residents = Residents(tier.strategy)
+        self._lock = threading.Lock()
+        self._down_until = -float("inf")
+        self._rescan()
+
+    @property
+    def up(self) -> bool:
+        """Whether it is asked at all: not for a while after it did not answer."""
+        return self._clock() >= self._down_until
+
+    def exists(self, addresses: Sequence[Address]) -> list[bool]:
+        """Which of these are there, as far as the store says; none while it is down."""
+        if not addresses or not self.up:
+            return [False] * len(addresses)
+        try:
+            with self._asked("exists"):
+                return self.store.exists(addresses)
+        except StoreError:
+            return [False] * len(addresses)
+
+    def get_into(self, address: Address, buffer: np.ndarray) -> Head:
+        """As `Store.get_into`. What cannot be used is taken out, so that it does not stand in the way."""
+        began = self._clock()
+        try:
+            with self._asked("get"):
+                head = self.store.get_into(address, buffer)
+        except Missing:
+            with self._lock:
+                self._residents.remove(address)
+            raise
+        except (Corrupt, Foreign):
+            self.discard(address)
+            raise
+        with self._lock:
+            self._residents.use(address)
+        self._metrics.moved(self.name, "get", len(buffer), self._clock() - began)
+        return head
+
+    def put(self, item: Item) -> None:
+        """As `Store.put`, after making room.
+
+        Raises:
+            StoreError: it was not kept.
+        """
+        if self.tier.write is Write.NEVER and not self.tier.promote:
+            return
+        with self._asked("put"):
+            self._make_room(len(item.payload))
+            began = self._clock()
+            try:
+                nbytes = self.store.put(item, self.tier.ttl)
+            except Full:  # others have filled it since
+                self._make_room(len(item.payload), full=True)
+                nbytes = self.store.put(item, self.tier.ttl)
+        label = item.label
+        page = (label.position - 1) // self._page_size
+        with self._lock:
+            self._residents.add(label.address, nbytes, page, label.kind is Kind.BOUNDARY)
+        self._metrics.moved(self.name, "put", len(item.payload), self._clock() - began)
+
+    def delete(self, addresses: Sequence[Address]) -> None:
+        """As `Store.delete`."""
+        with self._lock:
+            for address in addresses:
+                self._residents.remove(address)
+        with self._asked("delete"):
+            self.store.delete(addresses)
+
+    def discard(self, address: Address) -> None:
+        """Deletes it if that can be done; a failure is counted."""
+        with suppress(StoreError):
+            self.delete([address])
+
+    def delete_all(self, owner: bytes, namespace: bytes | None) -> int:
+        """Takes out all of an owner, or of one of its namespaces. Returns how many objects."""
+        with self._asked("delete"):
+            if namespace is None:
+                return self.store.delete_owner(owner)
+            return self.store.delete([e.address for e in self.store.scan(owner, namespace)])
+
+    def pin(self, address: Address) -> None:
+        """It is not chosen to leave until `unpin`."""
+        with self._lock:
+            self._residents.pin(address)
+
+    def unpin(self, address: Address) -> None:
+        """Ends one `pin`."""
+        with self._lock:
+            self._residents.unpin(address)
+
+    def stats(self) -> Stats:
+        """Of the store, also into the metrics."""
+        stats = self.store.stats()
+        self._metrics.holds(self.name, stats)
+        return stats
+
+    # Room ----------------------------------------------------------------------------------------------
+
+    def _make_room(self, needed: int, *, full: bool = False) -> None:
+        """Evicts down to the low watermark if `needed` bytes more would pass the high one, or it is full."""
+        stats = self.store.stats()
+        if stats.capacity is None:
+            return
+        if not full and stats.nbytes + needed <= self.tier.high * stats.capacity:
+            return
+        wanted = stats.nbytes + needed - int(self.tier.low * stats.capacity)
+        with self._lock:
+            chosen = self._residents.victims(wanted)
+        if not chosen:
+            self._rescan()  # what other processes put
+            with self._lock:
+                chosen = self._residents.victims(wanted)
+        for place, address in enumerate(chosen):
+            try:
+                self._leave(address)
+            except StoreError:
+                with self._lock:
+                    self._residents.stay(chosen[place:])
+                raise
+
+    def _leave(self, address: Address) -> None:
+        """One object leaves: down if the tier below takes what leaves, and only then it goes here."""
+        kept = self.below is not None and self.below.exists([address])[0]
+        if self.below is not None and not kept:
+            try:
+                self.below.put(self.store.get(address))
+                self._metrics.demoted(self.name)
+                kept = True
+            except StoreError as error:  # it could not be kept: then it is nowhere, not half there
+                if not isinstance(error, Missing):
+                    self._metrics.failed(self.name, "demote", error.reason)
+        self.store.delete([address])
+        if not kept:
+            self._lost(address)
+        with self._lock:
+            self._residents.remove(address)
+        self._metrics.evicted(self.name)
+
+    def _rescan(self) -> None:
+        """Learns what is there that this process has not put: from before it started, or from others."""
+        try:
+            with self._asked("scan"):
+                if self.store.stats().capacity is None:
+                    return  # nothing ever has to leave
+                entries = list(self.store.scan())
+        except StoreError:
+            return
+        with self._lock:
+            for entry in entries:
+                if entry.address not in self._residents:
+                    self._residents.add(entry.address, entry.nbytes)
+
+    @contextmanager
+    def _asked(self, operation: str) -> Iterator[None]:
+        """Counts failures, and remembers that the store did not answer."""
+        try:
+            yield
+        except Missing:
+            raise
+        except StoreError as error:
+            self._metrics.failed(self.name, operation, error.reason)
+            if isinstance(error, Unavailable):
+                self._down_until = self._clock() + self.tier.cool_down
+            raise
