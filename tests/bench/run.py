@@ -8,6 +8,7 @@ restore     a restore from disk against recomputing the same tokens
 growth      tokens/s of prefill at growing context, and the peak memory of the process at the longest
 drafts      decoding with drafts, right and wrong ones, against decoding without
 production  one CSA and one HCA layer in the shapes of V4-Flash: speed, memory, and the same floor
+tiers       every store against the bare device, and a reload against recomputing: see tiers.py
 radix       the prefix tree by its size, and against SGLang's where that can be imported: see radix.py
 """
 
@@ -29,6 +30,7 @@ from drafts import drafts
 from measure import matrix_speed, multiplications, peak_memory, seconds
 from production import production
 from radix import radix
+from tiers import tiers
 
 from goldenkv.config import ModelConfig, Numerics, bench
 from goldenkv.engine import Engine
@@ -174,6 +176,7 @@ BENCHMARKS = {
     "growth": growth,
     "drafts": drafts,
     "production": production,
+    "tiers": tiers,
     "radix": radix,
 }
 

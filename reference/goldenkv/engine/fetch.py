@@ -15,7 +15,7 @@ from ..state import Rows
 from ..state.pages import CapacityError, Lease
 from ..tiers.errors import StoreError
 from ..tiers.loader import Loaded
-from ..tiers.objects import Kind
+from ..tiers.objects import Address, Kind
 from ..tiers.transfer import unpack
 from .offload import Name, Offload
 from .policies import Plan, ReloadPolicy
@@ -74,6 +74,7 @@ class Fetch:
         self._here = dict(match.boundaries)
         end = match.length if match.tail is None else match.tail.position
         self._best = self._plan(end, self._here)
+        self._pinned: list[Address] = []
         self._rows: dict[bytes, Rows] = {}  # by key
         self._loaded: dict[bytes, Loaded] = {}
 
@@ -82,15 +83,16 @@ class Fetch:
 
         Every failure is counted with its reason.
         """
-        reach, states = self._find()
-        tails = self._find_tails(reach) if self._policy.between_pages else []
-        leases = self._leases(reach - self._held + bool(tails))
-        reach = min(reach, self._held + len(leases))
+        leases: list[Lease] = []
         found = None
         try:
-            plan = self._load(reach, states, tails, len(leases))
+            reach, states = self._find()
+            tails = self._find_tails(reach) if self._policy.between_pages else []
+            leases = self._leases(reach - self._held + bool(tails))
+            plan = self._load(min(reach, self._held + len(leases)), states, tails, len(leases))
             found = None if plan is None else self._write(plan, leases)
         finally:
+            self._mover.up.unpin(self._pinned)
             self._mover.up.release(list(self._loaded.values()))
             used = 0 if found is None else len(found.pages)
             self._engine.drop_pages([lease.page for lease in leases[used:]])
@@ -134,10 +136,19 @@ class Fetch:
         """Positions within the page behind the last whole one at which a sequence ended."""
         begin = reach * self._size
         states = [self._state(p) for p in range(begin + 1, min(self._length, begin + self._size - 1) + 1)]
-        return [name.position for name, has in zip(states, self._ask(states), strict=True) if has]
+        found = [name.position for name, has in zip(states, self._ask(states), strict=True) if has]
+        self._pin([self._tail(position) for position in found])
+        return found
 
     def _ask(self, names: list[Name]) -> list[bool]:
-        return self._mover.up.find([self._offload.address(name) for name in names], self._deadline)
+        return self._mover.up.find(self._pin(names), self._deadline)
+
+    def _pin(self, names: list[Name]) -> list[Address]:
+        """They stay where they are until the end: room on the device is made by pushing others down."""
+        addresses = [self._offload.address(name) for name in names]
+        self._mover.up.pin(addresses)
+        self._pinned += addresses
+        return addresses
 
     def _leases(self, count: int) -> list[Lease]:
         """Pages to load into; fewer if there is no room for all."""
@@ -168,15 +179,12 @@ class Fetch:
             missing = [name for name in wanted if name.key not in self._rows]
             if not missing:
                 return plan
-            for name in self._bring(missing):
-                if name.kind is Kind.PAGE:
-                    reach = min(reach, name.position // self._size - 1)
-                elif name.position in tails:
-                    tails.remove(name.position)
-                else:
-                    states.remove(name.position)
-            states = [p for p in states if p <= reach * self._size]
-            tails = [p for p in tails if p // self._size == reach]
+            failed = self._bring(missing)
+            lost = {name.position for name in failed if name.kind is not Kind.PAGE}
+            gaps = [name.position // self._size - 1 for name in failed if name.kind is Kind.PAGE]
+            reach = min([reach, *gaps])
+            states = [p for p in states if p not in lost and p <= reach * self._size]
+            tails = [p for p in tails if p not in lost and p // self._size == reach]
 
     def _needs(self, plan: Plan) -> list[Name]:
         """What must come for a plan."""

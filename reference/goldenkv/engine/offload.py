@@ -44,7 +44,8 @@ class Offload:
         self.engine, self.mover, self.copy = engine, mover, copy
         self._pages: dict[int, Name] = {}
         self._boundaries: dict[int, Name] = {}
-        self._saved: set[Address] = set()
+        self._held: set[Address] = set()  # on the device
+        self._saved: set[Address] = set()  # of those, what a tier has
 
     # Names ---------------------------------------------------------------------------------------------
 
@@ -66,7 +67,9 @@ class Offload:
         """The cache holds these pages and handles now. They are written through, if a tier is."""
         self._pages |= pages
         self._boundaries |= boundaries
-        self._save(pages, boundaries, leaving=False)
+        self._held |= {self.address(name) for name in [*pages.values(), *boundaries.values()]}
+        if self.mover.down.writes_through:
+            self._save(pages, boundaries, leaving=False)
 
     def leaving(self, pages: Iterable[int], boundaries: Iterable[int], *, keep: bool) -> None:
         """They leave the device. Called before anybody else can get them.
@@ -79,36 +82,53 @@ class Offload:
         gone_boundaries = {handle: self._boundaries.pop(handle) for handle in boundaries}
         if keep:
             self._save(gone, gone_boundaries, leaving=True)
-        self._saved -= {self.address(name) for name in [*gone.values(), *gone_boundaries.values()]}
+        addresses = {self.address(name) for name in [*gone.values(), *gone_boundaries.values()]}
+        self._held -= addresses
+        self._saved -= addresses
 
     def flush(self) -> None:
         """Copies down all that is on the device and on no tier yet, and waits for it."""
-        self._save(self._pages, self._boundaries, leaving=True)
+        self._save(self._pages, self._boundaries, leaving=True, must=True)
         self.mover.drain()
+
+    def poll(self) -> None:
+        """Learns what has become of what was sent, and what tiers have lost."""
+        self._saved -= set(self.mover.poll())
 
     def came_up(self, names: Iterable[Name]) -> None:
         """These were loaded from a tier: it need not get them again."""
         self._saved |= {self.address(name) for name in names}
 
-    def _save(self, pages: Mapping[int, Name], boundaries: Mapping[int, Name], *, leaving: bool) -> None:
-        self._saved -= set(self.mover.poll())
+    def _save(
+        self,
+        pages: Mapping[int, Name],
+        boundaries: Mapping[int, Name],
+        *,
+        leaving: bool,
+        must: bool = False,
+    ) -> None:
+        """In the order of positions: if not all of it arrives, what does arrive is of use."""
+        self.poll()
         unsaved = {page: name for page, name in pages.items() if self.address(name) not in self._saved}
         gathered = self.engine.gather_pages(list(unsaved))
-        for index, name in enumerate(unsaved.values()):
-            self._send(name, functools.partial(gathered.rows, index), leaving)
+        ways: list[tuple[Name, Callable[[], Rows]]] = [
+            (name, functools.partial(gathered.rows, i)) for i, name in enumerate(unsaved.values())
+        ]
         for handle, name in boundaries.items():
             if self.address(name) not in self._saved:
-                self._send(name, self.engine.gather_boundary(handle).rows, leaving)
+                ways.append((name, self.engine.gather_boundary(handle).rows))
+        for name, rows in sorted(ways, key=lambda way: way[0].position):
+            self._send(name, rows, leaving, must)
 
-    def _send(self, name: Name, rows: Callable[[], Rows], leaving: bool) -> None:
+    def _send(self, name: Name, rows: Callable[[], Rows], leaving: bool, must: bool) -> None:
         label = self.label(name)
 
         def done(ok: bool) -> None:
-            if ok and not leaving:
+            if ok and label.address in self._held:
                 self._saved.add(label.address)
 
         source = Source(label, lambda: pack(label, rows(), self.copy))
-        self.mover.down.save(source, done, leaving=leaving)
+        self.mover.down.save(source, done, leaving=leaving, must=must)
 
 
 @functools.lru_cache(maxsize=4096)

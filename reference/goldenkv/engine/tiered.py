@@ -132,7 +132,7 @@ class TieredCache(PrefixCache):
     def _match(self, namespace: Namespace, keys: PageKeys, ids: np.ndarray) -> Match:
         """What is on the device of these tokens, once the tiers have brought up what they can."""
         match = super()._match(namespace, keys, ids)
-        self.mover.poll()
+        self._offload.poll()
         if not self.engine.free_slots:
             return match
         lock = self.tree.lock(match, match.length if match.tail is None else match.tail.position)
@@ -144,7 +144,7 @@ class TieredCache(PrefixCache):
         finally:
             self.tree.unlock(lock)
         if found is None:
-            return match
+            return super()._match(namespace, keys, ids)  # states may have made room for one that did not come
         pages = [*match.pages.tolist(), *found.pages]
         boundaries = dict([found.boundary] if found.boundary else [])
         tokens = ids[: found.length]

@@ -69,7 +69,13 @@ class ColdRun:
         handle = self.engine.save_boundary(again)
         self.engine.close(again)
         self.engine.adopt(seq.pages, 8, boundary=handle)
+        state = self.engine.gather_boundary(handle).rows()
         self.engine.drop_boundary(handle)
+        self.engine.drop_boundary(self.engine.put_boundary(8, state))
+        leases = self.engine.take_pages(1)
+        page = self.engine.gather_pages([leases[0].page]).rows(0)
+        self.engine.write_pages(leases, [page])
+        self.engine.drop_pages([leases[0].page])
         self.engine.close_all()
 
     def _cold(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from . import controls, paths
+from . import controls, paths, tiers
 from .cold import ColdRun
 from .report import Report, Result
 
@@ -54,5 +54,6 @@ class Gate(ColdRun):
                 "restore: new process": paths.new_process,
             }
             | policies
+            | tiers.lines(self)
             | controls.lines(self)
         )

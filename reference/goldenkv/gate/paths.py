@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from ..engine import EndPoints, Full, Periodic, PrefixCache, ReloadPolicy, Request, Sequence, Zero, speculate
-from ..prefix import Namespace, Tenant, TensorParallel
 from ..state import Snapshot, compare
 from .cold import ColdRun
-from .process import restore_elsewhere
+from .process import namespace_of, restore_elsewhere
 from .report import Result
 
 
@@ -154,7 +153,7 @@ def served_again(gate: ColdRun, cache: PrefixCache, first: int) -> tuple[Request
     Returns:
         The second request, and the seconds it took.
     """
-    namespace = namespace_of(gate)
+    namespace = namespace_of(gate.engine)
     before = cache.begin(namespace, gate.tokens[:first])
     cache.run(before)
     cache.finish(before)
@@ -163,12 +162,3 @@ def served_again(gate: ColdRun, cache: PrefixCache, first: int) -> tuple[Request
     again = cache.begin(namespace, gate.tokens)
     cache.run(again)
     return again, gate.ready(began)
-
-
-def namespace_of(gate: ColdRun) -> Namespace:
-    """What the gate's state is stored under in a prefix cache."""
-    return Namespace(
-        domain=Tenant("gate", None), model=gate.engine.fingerprint, tokenizer=None, chat_template=None,
-        layout="pool", page_size=gate.engine.geometry.page_size, dtype=gate.source.numerics.dtype,
-        tensor_parallel=TensorParallel(1, 0, "none"), adapter=None, media=(), salt=None,
-    )  # fmt: skip

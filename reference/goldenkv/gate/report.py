@@ -23,6 +23,8 @@ class Result:
         caught: for controls, how the damage was caught; empty where it was not.
         seconds: to get to the end of the prompt.
         speedup: of that over the cold run, where something was reused.
+        note: how it went, where that is not plain from the rest.
+        skipped: why it could not run; empty where it did.
     """
 
     name: str
@@ -33,10 +35,19 @@ class Result:
     seconds: float
     caught: str = ""
     speedup: float | None = None
+    note: str = ""
+    skipped: str = ""
+
+    @staticmethod
+    def skip(name: str, why: str) -> Result:
+        """A path that cannot run here."""
+        return Result(name, False, 0, 0, None, 0.0, skipped=why)
 
     @property
     def ok(self) -> bool:
-        """A path must be bit-equal; a control must be caught."""
+        """A path must be bit-equal; a control must be caught. What cannot run here does not fail."""
+        if self.skipped:
+            return True
         if self.control:
             return bool(self.caught)
         return self.difference is not None and self.difference.same
@@ -44,7 +55,8 @@ class Result:
     def to_json(self) -> dict:
         """Plain values; the row masks as counts of different rows by name."""
         out = {key: getattr(self, key) for key in ("name", "control", "ok", "reused", "nbytes", "seconds")}
-        out |= {"speedup": self.speedup, "caught": self.caught, "rows": None, "equal": None}
+        out |= {"speedup": self.speedup, "caught": self.caught, "note": self.note, "skipped": self.skipped}
+        out |= {"rows": None, "equal": None}
         if self.difference is not None:
             d = self.difference
             out |= {"rows": d.rows, "equal": d.equal, "first_difference": list(d.first) if d.first else None}
@@ -71,30 +83,45 @@ class Report:
 def tables(report: Report) -> list[Table]:
     """Paths, then controls; each fits a terminal of 80 columns."""
     about = report.about
-    paths = _table(f"{about['tokens']:,} tokens, then {about['steps']} decode steps: {about['model']}")
-    for name in ("reused", "bytes", "equal rows", "seconds", "speed-up"):
-        paths.add_column(name, justify="right")
+    rows = max((r.difference.rows for r in report.results if r.difference and not r.control), default=0)
+    paths = _table(
+        f"{about['model']}\n"
+        f"{about['tokens']:,} tokens, then {about['steps']} decode steps; {rows:,} rows are compared"
+    )
+    for name in ("reused", "bytes", "seconds", "speed-up"):
+        paths.add_column(name, justify="right", no_wrap=True)
     paths.add_column("")
     controls = _table("Controls: damage that must be caught")
     controls.add_column("equal rows", justify="right")
     controls.add_column("first difference")
     controls.add_column("caught by")
     for r in report.results:
-        rows = "" if r.difference is None else _count(r.difference)
+        if r.skipped:
+            paths.add_row(r.name, *[""] * 4, f"[yellow]skipped:[/] {r.skipped}")
+            continue
         if r.control:
+            equal = "" if r.difference is None else _count(r.difference)
             verdict = f"[green]{_short(r.caught)}[/]" if r.ok else "[bold red]NOT CAUGHT[/]"
-            controls.add_row(r.name, rows, _place(r), verdict)
+            controls.add_row(r.name, equal, _place(r), verdict)
             continue
         paths.add_row(
             r.name,
             f"{r.reused:,}" if r.reused else "",
             f"{r.nbytes:,}" if r.nbytes else "",
-            rows,
             f"{r.seconds:.3f}",
             "" if r.speedup is None else f"{r.speedup:,.0f}x",
-            "[green]equal[/]" if r.ok else f"[bold red]DIFFERS[/] from {_place(r)}",
+            _verdict(r),
         )
     return [paths, controls]
+
+
+def _verdict(result: Result) -> str:
+    note = f" ({result.note})" if result.note else ""
+    if result.ok:
+        return f"[green]equal[/]{note}"
+    if result.difference is None:
+        return f"[bold red]FAILED[/]{note}"
+    return f"[bold red]DIFFERS[/]: {_count(result.difference)}, from {_place(result)}"
 
 
 def _count(difference: Difference) -> str:

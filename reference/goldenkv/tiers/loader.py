@@ -7,6 +7,8 @@ from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 
+import numpy as np
+
 from .epochs import Epochs
 from .errors import Foreign, Late, Missing, StoreError, Unavailable
 from .metrics import TierMetrics
@@ -38,9 +40,10 @@ class Loader:
         metrics: TierMetrics,
         epochs: Epochs,
         clock: Callable[[], float],
+        verify: bool,
     ) -> None:
         self._shelves, self._workers, self._metrics = shelves, workers, metrics
-        self._epochs, self._clock = epochs, clock
+        self._epochs, self._clock, self._verify = epochs, clock, verify
         self._staging = Staging()
         self._loading: set[Future] = set()
 
@@ -66,6 +69,7 @@ class Loader:
             try:
                 answers = asked.result(self._left(deadline))
             except NotYet:
+                asked.cancel()
                 self._metrics.failed(shelf.name, "exists", Late.reason)
                 break
             for i, there in zip(unknown, answers, strict=True):
@@ -94,6 +98,18 @@ class Loader:
                 found.append(Late("it had not come by its deadline"))
         return found
 
+    def pin(self, addresses: Sequence[Address]) -> None:
+        """No tier chooses these to make room, until `unpin`. They need not be there."""
+        for shelf in self._shelves:
+            for address in addresses:
+                shelf.pin(address)
+
+    def unpin(self, addresses: Sequence[Address]) -> None:
+        """Ends one `pin`."""
+        for shelf in self._shelves:
+            for address in addresses:
+                shelf.unpin(address)
+
     def prefetch(self, labels: Sequence[Label]) -> None:
         """Copies objects up into the tiers that what is found is promoted to, in the background.
 
@@ -118,16 +134,11 @@ class Loader:
 
     def _start(self, label: Label) -> Future[Loaded | StoreError]:
         """Starts loading. The object is pinned on every tier from now until it has come or failed."""
-        for shelf in self._shelves:
-            shelf.pin(label.address)
+        self.pin([label.address])
         future = self._workers.submit(self._load, label)
-        future.add_done_callback(lambda _: self._unpin(label.address))
+        future.add_done_callback(lambda _: self.unpin([label.address]))
         self._track(future)
         return future
-
-    def _unpin(self, address: Address) -> None:
-        for shelf in self._shelves:
-            shelf.unpin(address)
 
     def _track(self, future: Future) -> None:
         self._loading.add(future)
@@ -144,22 +155,31 @@ class Loader:
                 continue
             buffer = self._staging.take(label.nbytes)
             try:
-                head = shelf.get_into(label.address, buffer)
-                if head.label != label:
-                    self._metrics.failed(shelf.name, "get", Foreign.reason)
-                    raise Foreign("the object has another label than the one that was asked for")
+                item = self._got(shelf, label, buffer)
             except StoreError as error:
                 self._staging.give(buffer)
                 if not isinstance(error, Missing):
                     failure = error
                 continue
-            loaded = Loaded(Item(label, buffer), shelf.name)
+            loaded = Loaded(item, shelf.name)
             above = [s for s in self._shelves[:place] if s.tier.promote and s.up]
             if above:  # nobody waits for that
                 self._staging.share(buffer)
                 self._track(self._workers.submit(self._promote, loaded, above, epoch))
             return loaded
         return failure
+
+    def _got(self, shelf: Shelf, label: Label, buffer: np.ndarray) -> Item:
+        """Reads an object from a tier, and believes nothing that the store says of it."""
+        head = shelf.get_into(label.address, buffer)
+        item = Item(label, buffer, head.xxh3)
+        with shelf.counted("get"):
+            if head.label != label:
+                shelf.discard(label.address)
+                raise Foreign("the object has another label than the one that was asked for")
+            if self._verify:
+                item.check()  # it may have been damaged on its way from the store
+        return item
 
     def _promote(self, loaded: Loaded, shelves: Sequence[Shelf], epoch: tuple[int, int]) -> None:
         """In a worker: keeps what was found further down in these tiers as well."""

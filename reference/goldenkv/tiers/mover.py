@@ -33,6 +33,7 @@ class Mover:
         in_flight: bytes on their way down, at most. What comes then waits, see `patience`, or is dropped.
         patience: seconds that `down.save` waits for room among those bytes.
         clock: seconds, for deadlines.
+        verify: compare checksums of what comes up, whatever the store has verified. False is for controls.
 
     Attributes:
         down, up: the two ways.
@@ -51,6 +52,7 @@ class Mover:
         in_flight: int = 256 << 20,
         patience: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        verify: bool = True,
     ) -> None:
         names = [tier.store.name for tier in tiers]
         if not tiers or len(set(names)) != len(names):
@@ -67,7 +69,7 @@ class Mover:
         assert executor is not None
         self._epochs = Epochs()
         self.down = Saver(self._shelves, executor, self.metrics, self._epochs, clock, in_flight, patience)
-        self.up = Loader(self._shelves, executor, self.metrics, self._epochs, clock)
+        self.up = Loader(self._shelves, executor, self.metrics, self._epochs, clock, verify)
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +96,8 @@ class Mover:
         """
         self._epochs.advance(owner if namespace is None else namespace)
         count, failed = 0, []
-        if not _ended([*self.down.futures(owner, namespace), *self.up.futures()], timeout):
+        # All copies, whosever they are: those of others can push something of it down.
+        if not _ended([*self.down.futures(), *self.up.futures()], timeout):
             failed.append("copies under way")
         for shelf in self._shelves:
             try:

@@ -133,10 +133,18 @@ class Label:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """An object: its label, and its payload, [bytes] uint8, contiguous."""
+    """An object.
+
+    Attributes:
+        label: all that is known of it.
+        payload: [bytes] uint8, contiguous.
+        xxh3: XXH3-128 of the payload. It is made once, from the bytes that come from the device, and goes
+            along from store to store: made anew on the way it would vouch for whatever had become of them.
+    """
 
     label: Label
     payload: np.ndarray
+    xxh3: str = ""
 
     def __post_init__(self) -> None:
         if self.payload.dtype != np.uint8 or self.payload.shape != (self.label.nbytes,):
@@ -146,6 +154,8 @@ class Item:
             )
         if not self.payload.flags.c_contiguous:
             raise ValueError("the payload must be contiguous")
+        if not self.xxh3:
+            object.__setattr__(self, "xxh3", xxhash.xxh3_128_hexdigest(self.payload.data))
 
     @staticmethod
     def of(
@@ -157,10 +167,15 @@ class Item:
         if unknown:
             raise ValueError(f"dtypes must be among {sorted(_CODES)}, got {unknown}")
         label = Label(address, kind, position, layout, tensors)
-        item = Item(label, np.empty(label.nbytes, np.uint8))
-        for name, view in item.arrays().items():
+        payload = np.empty(label.nbytes, np.uint8)
+        for name, view in views(tensors, payload).items():
             view[...] = arrays[name]  # of one dtype: bits are kept, byte order is made little-endian
-        return item
+        return Item(label, payload)
+
+    def check(self) -> None:
+        """Raises Corrupt if the payload is not that of the checksum any more."""
+        if xxhash.xxh3_128_hexdigest(self.payload.data) != self.xxh3:
+            raise Corrupt("the payload does not match its checksum")
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Views of the tensors, by name."""
@@ -194,8 +209,9 @@ def views(tensors: tuple[Tensor, ...], payload: np.ndarray) -> dict[str, np.ndar
     return found
 
 
-def make_head(label: Label, payload: np.ndarray, expires: float | None) -> bytes:
+def make_head(item: Item, expires: float | None) -> bytes:
     """The head that goes before a payload."""
+    label = item.label
     owner, namespace, key = label.address
     until = "" if expires is None else str(math.ceil(expires * 1000))
     extra = json.dumps(json.dumps(label.extra)) if label.extra else '"[]"'
@@ -205,7 +221,7 @@ def make_head(label: Label, payload: np.ndarray, expires: float | None) -> bytes
         f'"owner":"{owner.hex()}","namespace":"{namespace.hex()}","key":"{key.hex()}",'
         f'"kind":"{label.kind.value}","position":"{label.position}",'
         f'"layout":{_quoted(label.layout)},"table":{_quoted(label.table)},'
-        f'"payload":"{len(payload)}","xxh3":"{xxhash.xxh3_128_hexdigest(payload.data)}","expires":"{until}",'
+        f'"payload":"{len(item.payload)}","xxh3":"{item.xxh3}","expires":"{until}",'
         f'"extra":{extra}}}'
     )
     rest = metadata.encode() + _described(label.tensors)
@@ -284,10 +300,10 @@ def _read_head(head: bytes) -> Head:
         )  # fmt: skip
         expires = int(metadata["expires"]) / 1000 if metadata["expires"] else None
         found = Head(label, int(metadata["payload"]), metadata["xxh3"], expires)
+        if found.payload != label.nbytes:
+            raise Corrupt(f"a payload of {found.payload} bytes, tensors of {label.nbytes}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"unreadable header: {type(error).__name__}") from None
-    if found.payload != label.nbytes:
-        raise Corrupt(f"a payload of {found.payload} bytes, tensors of {label.nbytes}")
     return found
 
 

@@ -26,6 +26,7 @@ class _Resident:
     boundary: bool
     last_use: int
     hits: int = 0
+    queued: bool = False
 
 
 class Residents:
@@ -78,6 +79,11 @@ class Residents:
         if found is not None:
             self.strategy.freed([found.number])
 
+    def forget(self, owner: bytes, namespace: bytes | None) -> None:
+        """All of an owner, or of one of its namespaces, is gone."""
+        for address in [a for a in self._known if a.owner == owner and namespace in (None, a.namespace)]:
+            self.remove(address)
+
     def pin(self, address: Address) -> None:
         """It stays until `unpin`, however often it is pinned. It need not be here, or not yet."""
         self._pins[address] += 1
@@ -102,9 +108,10 @@ class Residents:
             found = self._known.get(address)
             if found is None or found.number != number:
                 continue
+            found.queued = False
             current = self._score(found)
             if current > score:
-                heapq.heappush(self._queue, (current, number, address))
+                self._offer(address, found)
             elif self._pins[address]:
                 pinned.append((score, number, address))
             elif self.strategy.exempt(self._victim(found), self._now):
@@ -118,18 +125,26 @@ class Residents:
                 break
             chosen.append(address)
             nbytes -= self._known[address].nbytes
-        for entry in pinned:
-            heapq.heappush(self._queue, entry)
+        self.stay(address for _, _, address in pinned)
         return chosen
 
     def stay(self, addresses: Iterable[Address]) -> None:
         """Chosen victims that did not leave."""
         for address in addresses:
-            if address in self._known:
-                self._offer(address, self._known[address])
+            found = self._known.get(address)
+            if found is not None and not found.queued:
+                self._offer(address, found)
 
     def _offer(self, address: Address, found: _Resident) -> None:
+        found.queued = True
         heapq.heappush(self._queue, (self._score(found), found.number, address))
+        if len(self._queue) > 2 * len(self._known) + 64:  # mostly of objects that are gone
+            self._queue = [entry for entry in self._queue if self._is_current(entry)]
+            heapq.heapify(self._queue)
+
+    def _is_current(self, entry: tuple[Score, int, Address]) -> bool:
+        found = self._known.get(entry[2])
+        return found is not None and found.number == entry[1]
 
     def _score(self, found: _Resident) -> Score:
         return self.strategy.score(self._victim(found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 
 from .epochs import Epochs
@@ -63,22 +63,31 @@ class Saver:
             if owner in (None, address.owner) and namespace in (None, address.namespace)
         ]
 
-    def save(self, source: Source, done: Callable[[bool], None], *, leaving: bool = False) -> bool:
+    @property
+    def writes_through(self) -> bool:
+        """Whether any tier gets what does not leave the device."""
+        return any(shelf.tier.write is Write.THROUGH for shelf in self._shelves)
+
+    def save(
+        self, source: Source, done: Callable[[bool], None], *, leaving: bool = False, must: bool = False
+    ) -> bool:
         """Copies an object down, in the background: to every tier that is written through.
 
         Args:
             source: the object.
             done: called by `poll`, with whether any tier has it now.
             leaving: it leaves the device: if no tier has it, the first one that takes what leaves gets it.
+            must: waits for room as long as it takes.
 
         Returns:
-            False if it was dropped: too much is on its way already. `done` is not called then.
+            False if nothing was started: no tier wants it, it is on its way already, or too much is. `done`
+            is not called then.
         """
         address = source.label.address
-        if address in self._saving:
+        if address in self._saving or not (leaving or self.writes_through):
             return False
         nbytes = source.label.nbytes
-        if not self._wait_for_room(nbytes):
+        if not self._wait_for_room(nbytes, None if must else self._patience):
             self._metrics.dropped(self._shelves[0].name)
             return False
         epoch = self._epochs.of(address)
@@ -115,17 +124,17 @@ class Saver:
             return False
         return kept
 
-    def _wait_for_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more may be on their way down; waits for it as long as `patience` says."""
-        until = self._clock() + self._patience
+    def _wait_for_room(self, nbytes: int, patience: float | None) -> bool:
+        """Whether so many bytes more may be on their way down, after waiting for it."""
+        until = None if patience is None else self._clock() + patience
         while True:
             self.poll()
             if not self._saving or self.on_their_way + nbytes <= self._in_flight:
                 return True
-            left = until - self._clock()
-            if left <= 0:
+            left = None if until is None else until - self._clock()
+            if left is not None and left <= 0:
                 return False
-            next(iter(self._saving.values()))[0].exception(left)
+            wait(self.futures(), left, return_when=FIRST_COMPLETED)
 
     def poll(self) -> None:
         """Tells those who saved what has become of it."""

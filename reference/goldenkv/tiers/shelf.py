@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..prefix import Strategy
-from .errors import Corrupt, Foreign, Full, Missing, StoreError, Unavailable
+from .errors import Corrupt, Foreign, Full, Missing, OverQuota, StoreError, Unavailable
 from .metrics import TierMetrics
 from .objects import Address, Head, Item, Kind
 from .residents import Residents
@@ -84,6 +84,7 @@ class Shelf:
         self._residents = Residents(tier.strategy)
         self._lock = threading.Lock()
         self._down_until = -float("inf")
+        self._boundless = False  # the store has no capacity: nothing ever has to leave
         self._rescan()
 
     @property
@@ -96,7 +97,7 @@ class Shelf:
         if not addresses or not self.up:
             return [False] * len(addresses)
         try:
-            with self._asked("exists"):
+            with self.counted("exists"):
                 return self.store.exists(addresses)
         except StoreError:
             return [False] * len(addresses)
@@ -105,7 +106,7 @@ class Shelf:
         """As `Store.get_into`. What cannot be used is taken out, so that it does not stand in the way."""
         began = self._clock()
         try:
-            with self._asked("get"):
+            with self.counted("get"):
                 head = self.store.get_into(address, buffer)
         except Missing:
             with self._lock:
@@ -127,26 +128,34 @@ class Shelf:
         """
         if self.tier.write is Write.NEVER and not self.tier.promote:
             return
-        with self._asked("put"):
+        with self.counted("put"):
             self._make_room(len(item.payload))
             began = self._clock()
-            try:
-                nbytes = self.store.put(item, self.tier.ttl)
-            except Full:  # others have filled it since
-                self._make_room(len(item.payload), full=True)
-                nbytes = self.store.put(item, self.tier.ttl)
+            nbytes = self._put(item)
         label = item.label
         page = (label.position - 1) // self._page_size
-        with self._lock:
-            self._residents.add(label.address, nbytes, page, label.kind is Kind.BOUNDARY)
+        if not self._boundless:
+            with self._lock:
+                self._residents.add(label.address, nbytes, page, label.kind is Kind.BOUNDARY)
         self._metrics.moved(self.name, "put", len(item.payload), self._clock() - began)
+
+    def _put(self, item: Item) -> int:
+        """As `Store.put`. A store can be full before its capacity: others fill it, and blocks have rests."""
+        while True:
+            try:
+                return self.store.put(item, self.tier.ttl)
+            except OverQuota:
+                raise  # what others have would leave in vain
+            except Full:
+                if not self._make_room(len(item.payload), full=True):
+                    raise
 
     def delete(self, addresses: Sequence[Address]) -> None:
         """As `Store.delete`."""
         with self._lock:
             for address in addresses:
                 self._residents.remove(address)
-        with self._asked("delete"):
+        with self.counted("delete"):
             self.store.delete(addresses)
 
     def discard(self, address: Address) -> None:
@@ -156,10 +165,14 @@ class Shelf:
 
     def delete_all(self, owner: bytes, namespace: bytes | None) -> int:
         """Takes out all of an owner, or of one of its namespaces. Returns how many objects."""
-        with self._asked("delete"):
+        with self.counted("delete"):
             if namespace is None:
-                return self.store.delete_owner(owner)
-            return self.store.delete([e.address for e in self.store.scan(owner, namespace)])
+                count = self.store.delete_owner(owner)
+            else:
+                count = self.store.delete([e.address for e in self.store.scan(owner, namespace)])
+        with self._lock:
+            self._residents.forget(owner, namespace)
+        return count
 
     def pin(self, address: Address) -> None:
         """It is not chosen to leave until `unpin`."""
@@ -179,14 +192,28 @@ class Shelf:
 
     # Room ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, needed: int, *, full: bool = False) -> None:
-        """Evicts down to the low watermark if `needed` bytes more would pass the high one, or it is full."""
+    def _make_room(self, needed: int, *, full: bool = False) -> bool:
+        """Evicts down to the low watermark if `needed` bytes more would pass the high one, or it is full.
+
+        Returns:
+            Whether anything left.
+
+        Raises:
+            Full: it is more than there is room for at all. Nothing left.
+        """
+        if self._boundless:
+            return False
         stats = self.store.stats()
         if stats.capacity is None:
-            return
+            self._boundless = True
+            return False
+        if needed > stats.capacity:
+            raise Full(f"{needed} bytes are more than the capacity of {stats.capacity}")
         if not full and stats.nbytes + needed <= self.tier.high * stats.capacity:
-            return
+            return False
         wanted = stats.nbytes + needed - int(self.tier.low * stats.capacity)
+        if full:
+            wanted = max(wanted, needed, 1)
         with self._lock:
             chosen = self._residents.victims(wanted)
         if not chosen:
@@ -200,31 +227,36 @@ class Shelf:
                 with self._lock:
                     self._residents.stay(chosen[place:])
                 raise
+        return bool(chosen)
 
     def _leave(self, address: Address) -> None:
         """One object leaves: down if the tier below takes what leaves, and only then it goes here."""
-        kept = self.below is not None and self.below.exists([address])[0]
-        if self.below is not None and not kept:
+        below = self.below if self.below is not None and self.below.up else None
+        kept = below is not None and below.exists([address])[0]
+        if below is not None and not kept:
             try:
-                self.below.put(self.store.get(address))
+                item = self.store.get(address)
+                item.check()  # it may have been damaged on its way from the store
+                below.put(item)
                 self._metrics.demoted(self.name)
                 kept = True
             except StoreError as error:  # it could not be kept: then it is nowhere, not half there
                 if not isinstance(error, Missing):
                     self._metrics.failed(self.name, "demote", error.reason)
-        self.store.delete([address])
+        there = self.store.delete([address])
         if not kept:
             self._lost(address)
         with self._lock:
             self._residents.remove(address)
-        self._metrics.evicted(self.name)
+        self._metrics.evicted(self.name, there)  # not if others had taken it out before
 
     def _rescan(self) -> None:
         """Learns what is there that this process has not put: from before it started, or from others."""
         try:
-            with self._asked("scan"):
-                if self.store.stats().capacity is None:
-                    return  # nothing ever has to leave
+            with self.counted("scan"):
+                self._boundless = self.store.stats().capacity is None
+                if self._boundless:
+                    return
                 entries = list(self.store.scan())
         except StoreError:
             return
@@ -234,7 +266,7 @@ class Shelf:
                     self._residents.add(entry.address, entry.nbytes)
 
     @contextmanager
-    def _asked(self, operation: str) -> Iterator[None]:
+    def counted(self, operation: str) -> Iterator[None]:
         """Counts failures, and remembers that the store did not answer."""
         try:
             yield

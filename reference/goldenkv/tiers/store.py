@@ -178,7 +178,7 @@ class VerifiedStore(Store):
                 f"a payload of {len(item.payload)} bytes, at most {self.largest}: store it in parts"
             )
         expires = None if ttl is None else self.now() + ttl
-        head = make_head(item.label, item.payload, expires)
+        head = make_head(item, expires)
         self._write(item.label.address, head, item.payload, expires)
         return len(head) + len(item.payload)
 
@@ -188,7 +188,7 @@ class VerifiedStore(Store):
 
     def get(self, address: Address) -> Item:
         head, payload = self._get(address, None)
-        return Item(head.label, payload)
+        return Item(head.label, payload, head.xxh3)
 
     def _get(self, address: Address, buffer: np.ndarray | None) -> tuple[Head, np.ndarray]:
         found: list[tuple[Head, np.ndarray]] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..state import Rows
-from .objects import Item, Label
+from .objects import Item, Label, views
 
 Copy = Callable[[str, np.ndarray, np.ndarray], None]
 """Copies a component: its name, to, from; both uint8, of one size. If it raises a StoreError, the object
@@ -19,12 +19,12 @@ has failed. A seam: for tests, and for other ways of copying."""
 
 def pack(label: Label, rows: Rows, copy: Copy | None = None) -> Item:
     """An object of rows that have the names and dtypes of the label's tensors, and at least their rows."""
-    item = Item(label, np.empty(label.nbytes, np.uint8))
-    for name, view in item.arrays().items():
+    payload = np.empty(label.nbytes, np.uint8)
+    for name, view in views(label.tensors, payload).items():
         live = rows[name][: len(view)]
         assert (live.dtype, live.shape) == (view.dtype, view.shape), name
         _copy(copy, name, view, live)
-    return item
+    return Item(label, payload)
 
 
 def unpack(item: Item, copy: Copy | None = None) -> Rows:
