@@ -10,19 +10,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from rich.console import Console
 
 from goldenkv import cli
 from goldenkv.config import ModelConfig, Numerics, tiny
 from goldenkv.engine import Engine
+from goldenkv.errors import MissingExtra
 from goldenkv.gate import Gate, ModelSource, Report, Result, tables
 from goldenkv.model.checkpoint import save_checkpoint
 from goldenkv.model.weights import Model
 from goldenkv.state import Snapshot
 from goldenkv.text import byte_tokens, default_text, tokenizer_tokens
+from goldenkv.tiers import server
+from goldenkv.tiers.faults import Faulty
+from goldenkv.tiers.host import HostStore
+from goldenkv.tiers.objects import Address, Head
 
 TOKENS, STEPS = 301, 6
-PATHS = 16
+PATHS = 24
 CONTROLS = 6
 
 
@@ -63,6 +69,16 @@ def test_every_path_is_equal_and_every_control_is_caught(report: Report) -> None
         "policy: end points": 271,
         "policy: zero": 0,
     }
+    tiers = {r.name: r.reused for r in paths if r.name.startswith("tier")}
+    assert tiers == {f"tier: {name}": 256 for name in ("device", "host", "disk", "redis")}
+    assert {r.name: r.reused for r in paths if "kill" in r.name} == {
+        "disk, after kill -9": 128,
+        "host killed mid-load": 0,
+        "disk killed mid-load": 0,
+        "redis killed mid-load": 0,
+    }
+    notes = {r.name.split()[0]: r.note for r in paths if "mid-load" in r.name}
+    assert notes == {"host": "unavailable", "disk": "missing", "redis": "unavailable"}
     assert [r.caught.split(":")[0] for r in controls if r.name == "bit flipped"] == ["checksum"]
 
 
@@ -111,6 +127,53 @@ def test_control_damage_that_is_not_caught_fails_the_gate(
     monkeypatch.setattr(Engine, "restore", broken(lambda _: kept))
     result = gate.run_line("stale window rows")
     assert result.control and not result.ok and result.caught == ""
+
+
+def test_control_a_kill_that_does_not_show_fails_the_gate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gate_of(folder)
+    monkeypatch.setattr(Faulty, "down", lambda self: None)
+    result = gate.run_line("host killed mid-load")
+    assert not result.ok and result.note == "the kill did not show"
+
+
+def test_control_a_tier_that_returns_other_bytes_fails_the_gate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gate_of(folder)
+    good = HostStore.get_into
+
+    def flipped(self: HostStore, address: Address, buffer: np.ndarray) -> Head:
+        head = good(self, address, buffer)
+        buffer[:1] ^= 1
+        return dataclasses.replace(head, xxh3=xxhash.xxh3_128_hexdigest(buffer.data))
+
+    monkeypatch.setattr(HostStore, "get_into", flipped)
+    result = gate.run_line("tier: host")
+    assert not result.ok and result.difference is not None and not result.difference.same
+
+
+def test_a_store_that_is_not_there_is_skipped_with_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise MissingExtra("tiers", "a server of the Redis protocol")
+
+    gate = gate_of(folder)
+    monkeypatch.setattr(server, "find_program", missing)
+    results = [gate.run_line(name) for name in ("tier: redis", "redis killed mid-load")]
+    assert all(r.ok and "goldenkv[tiers]" in r.skipped for r in results)
+    console = Console(width=80, record=True, file=sys.stderr)
+    console.print(tables(Report({"tokens": 1, "steps": 1, "model": ""}, results))[0])
+    assert "skipped" in console.export_text()
+
+
+def test_a_prompt_shorter_than_a_page_has_no_lines_of_tiers(folder: Path) -> None:
+    names = {
+        tokens: [n for n in gate_of(folder, tokens).names if n.startswith("tier")] for tokens in (142, 143)
+    }
+    assert names[142] == [] and len(names[143]) == 4
 
 
 def test_models_without_some_components(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class TieredCache(PrefixCache):
         finally:
             self.tree.unlock(lock)
         if found is None:
-            return super()._match(namespace, keys, ids)  # states may have made room for one that did not come
+            return match
         pages = [*match.pages.tolist(), *found.pages]
         boundaries = dict([found.boundary] if found.boundary else [])
         tokens = ids[: found.length]

@@ -16,6 +16,7 @@ from .replay import (
     replay_error_figure,
 )
 from .state import live_counts_figure, live_rows_figure, state_bytes_figure
+from .tiers import crossover_figure, sources_figure
 from .weights import index_figure, pooling_weights_figure, shares_figure
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "capacity_figure",
     "claims_figure",
     "conversation_figure",
+    "crossover_figure",
     "damage_figure",
     "decimal_size",
     "error_figure",
@@ -50,6 +52,7 @@ __all__ = [
     "row_figure",
     "save_figure",
     "shares_figure",
+    "sources_figure",
     "state_bytes_figure",
     "tree_frame",
     "trees_figure",

@@ -41,7 +41,12 @@ Kill = Callable[[], None]
 
 
 def lines(gate: ColdRun) -> dict[str, Callable[[ColdRun], Result]]:
-    """The lines; those of a store whose package or server is missing say so instead of running."""
+    """The lines, for a prompt of which at least a page is stored.
+
+    Those of a store whose package or server is missing say so instead of running.
+    """
+    if _stored_tokens(gate) < gate.engine.geometry.page_size:
+        return {}
     found: dict[str, Callable[[ColdRun], Result]] = {"tier: device": _device}
     for name, stores in STORES.items():
         found[f"tier: {name}"] = partial(_through, name, stores)
@@ -75,13 +80,18 @@ def _redis() -> Iterator[tuple[Store, Kill]]:
 STORES = {"host": _host, "disk": _disk, "redis": _redis}
 
 
+def _stored_tokens(gate: ColdRun) -> int:
+    """How many tokens of the prompt a tier gets."""
+    return len(gate.tokens) * 9 // 10
+
+
 @contextmanager
 def _stored(gate: ColdRun, store: Store, *, clear: bool = True) -> Iterator[TieredCache]:
     """A cache whose tier has the first nine tenths of the prompt; if `clear`, its device has nothing."""
     mover = Mover([Tier(store=store)], gate.engine.geometry.page_size)
     cache = TieredCache(gate.engine, mover, deadline=lambda tokens: PATIENCE)
     try:
-        before = cache.begin(namespace_of(gate.engine), gate.tokens[: len(gate.tokens) * 9 // 10])
+        before = cache.begin(namespace_of(gate.engine), gate.tokens[: _stored_tokens(gate)])
         cache.run(before)
         cache.finish(before)
         mover.drain()

@@ -28,7 +28,7 @@ ATTEMPTS = 5
 PATIENCE = 20.0
 """Seconds in which a server must start, or end."""
 
-_GUARD = 'read -r _; kill -9 "$0"'
+_GUARD = 'read -r _; kill -9 "$0"; rm -rf "$1"'
 """Waits until the other end of its input is closed, as it is when this process ends in any way."""
 
 
@@ -126,8 +126,9 @@ class RedisServer:
             )  # fmt: skip
         # Not PR_SET_PDEATHSIG: that also fires when the *thread* ends that started the server.
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, str(self._process.pid)], stdin=subprocess.PIPE, start_new_session=True
-        )
+            ["/bin/sh", "-c", _GUARD, str(self._process.pid), self._folder.name],
+            stdin=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended before it read; its log says why
             self._process.stdin.write(self._configuration().encode())

@@ -8,6 +8,7 @@ several threads at once.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,6 @@ from .objects import Address, Head, Item, make_head, read_head
 
 LARGEST = 4 << 20
 """Bytes of a payload, at most. Stores over a network fall off above; larger objects go in parts."""
-
-SMALLEST = 256 << 10
-"""Bytes of a payload below which the fixed cost of a store over a network outweighs the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +139,13 @@ class VerifiedStore(Store):
 
     def __init__(self, clock: Callable[[], float] = time.time, verify: bool = True) -> None:
         self._clock, self.verify = clock, verify
-        self._latest = 0.0
+        self._latest, self._looking = 0.0, threading.Lock()
 
     def now(self) -> float:
         """The latest time that the clock has shown."""
-        self._latest = max(self._latest, self._clock())
-        return self._latest
+        with self._looking:
+            self._latest = max(self._latest, self._clock())
+            return self._latest
 
     @abstractmethod
     def _write(self, address: Address, head: bytes, payload: np.ndarray, expires: float | None) -> None:
