@@ -31,7 +31,7 @@ FLOORS = [
     {"engine"},
     {"cluster"},
     {"sim", "conform"},
-    {"knockout", "parity", "precision", "replay_study", "conversation"},
+    {"knockout", "parity", "precision", "replay_study", "conversation", "tier_study"},
     {"gate"},
     {"figures"},
     {"cli"},

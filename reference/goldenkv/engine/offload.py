@@ -7,13 +7,14 @@ leaves with the bytes that it had then, and nothing has to wait.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..config import ModelConfig, Numerics
 from ..prefix import Namespace
 from ..state import Rows, cells
 from ..state.moving import paged_shape
+from ..state.pool import PAGES_A_CALL
 from ..tiers.mover import Mover
 from ..tiers.objects import Address, Kind, Label, Tensor
 from ..tiers.saver import Source
@@ -87,8 +88,16 @@ class Offload:
         self._saved -= addresses
 
     def flush(self) -> None:
-        """Copies down all that is on the device and on no tier yet, and waits for it."""
-        self._save(self._pages, self._boundaries, leaving=True, must=True)
+        """Copies down all that is on the device and on no tier, and waits for it.
+
+        Tiers are asked, as they can have lost what they once took. What is gathered for it takes memory of
+        the device, so it goes in batches.
+        """
+        self._saved.clear()
+        for pages in _batches(self._pages):
+            self._save(pages, {}, leaving=True, must=True)
+        for boundaries in _batches(self._boundaries):
+            self._save({}, boundaries, leaving=True, must=True)
         self.mover.drain()
 
     def poll(self) -> None:
@@ -129,6 +138,13 @@ class Offload:
 
         source = Source(label, lambda: pack(label, rows(), self.copy))
         self.mover.down.save(source, done, leaving=leaving, must=must)
+
+
+def _batches(held: Mapping[int, Name]) -> Iterator[dict[int, Name]]:
+    """As many at once as one call gathers, in the order of positions."""
+    ordered = sorted(held.items(), key=lambda each: each[1].position)
+    for begin in range(0, len(ordered), PAGES_A_CALL):
+        yield dict(ordered[begin : begin + PAGES_A_CALL])
 
 
 @functools.lru_cache(maxsize=4096)

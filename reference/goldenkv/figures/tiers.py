@@ -41,7 +41,8 @@ def sources_figure(runs: Mapping[str, Served]) -> Figure:
     axes.set_yticks(range(len(runs)), list(runs))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.21 * most)
-    axes.set_xticks(range(0, most + 1, 2000), [f"{n:,}" for n in range(0, most + 1, 2000)])
+    ticks = [int(tick) for tick in axes.get_xticks() if tick <= most]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel("prompt tokens", fontsize=9)
     bare(axes)
     legend(figure, {_NAMES[name]: colour for name, colour in _COLOURS.items()})

@@ -213,7 +213,13 @@ def scatter_boundary(
 
 
 def set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
-    """Sets rows as bits, dropping those out of range: setting floats rewrites payloads of bfloat16 NaN."""
+    """Sets rows and keeps their bits, dropping those out of range.
+
+    Setting bfloat16 rewrites payloads of NaN, so it is done in unsigned integers; XLA then copies the buffer.
+    Float32 keeps its bits, and is set in place.
+    """
+    if buffer.dtype == jnp.float32:
+        return buffer.at[index].set(rows, mode="drop")
     unsigned = jnp.dtype(f"uint{8 * buffer.dtype.itemsize}")
     bits, new = (lax.bitcast_convert_type(array, unsigned) for array in (buffer, rows))
     return lax.bitcast_convert_type(bits.at[index].set(new, mode="drop"), buffer.dtype)

@@ -19,7 +19,7 @@ from ..tiers.store import Store, Wrapper
 from .runs import Cold, Inline
 
 Hurt = Callable[[Any, Address], None]
-"""Does something to a store, given the address of the page that is hit."""
+"""Does something to a store, given the address of one page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def drill(
     store: Store,
     *,
     stored: int,
-    hit: int,
+    page: int,
     before: Hurt | None = None,
     during: Hurt | None = None,
     comes: int | None = None,
@@ -63,11 +63,11 @@ def drill(
         namespace, prompt, expected: what is asked for, and its cold run.
         store: the tier, empty. It is closed.
         stored: tokens that are stored, whole pages. At the end of every second page is a boundary state.
-        hit: the number of the page that is hit.
+        page: the number of the page that `before` and `during` are told of.
         before: is done before the request.
-        during: is done when the page is about to be read, so after it was found.
+        during: is done when that page is about to be read, so after it was found.
         comes: after the look-up only so many objects come, then nothing more; the deadline passes.
-        verify: of the mover.
+        verify: whether the mover verifies what comes. Whether the store does was said when it was made.
     """
     size, workers = engine.geometry.page_size, Inline()
     meddling = _Meddling(store)
@@ -81,10 +81,10 @@ def drill(
         _empty(cache)
         mover.drain()
         counted = mover.metrics.sources()
-        page = meddling.pages[(hit + 1) * size]
+        address = meddling.pages[(page + 1) * size]
         if before is not None:
-            before(store, page)
-        meddling.during = None if during is None else (page, during)
+            before(store, address)
+        meddling.during = None if during is None else (address, during)
         workers.left = None if comes is None else 1 + comes
         request = cache.begin(namespace, prompt)
         workers.left = None

@@ -126,16 +126,13 @@ def serve(
             logits = cache.run(request)
             equal += answer.same(logits, engine.rows(request.seq))
             cache.finish(request)
-        if mover is not None:
-            sources = mover.metrics.sources()
-        else:
-            counted = cache.metrics
-            sources = {
-                "device": counted.reused, "replayed": counted.replayed, "computed": counted.computed
-            }  # fmt: skip
         cache.forget(namespace)
-        if mover is not None:
-            mover.close()
+    if mover is None:
+        counted = cache.metrics
+        sources = {"device": counted.reused, "replayed": counted.replayed, "computed": counted.computed}
+    else:
+        mover.close()
+        sources = mover.metrics.sources()
     return Served(sources, len(prompts), hits, equal)
 
 

@@ -1,8 +1,8 @@
 """Tiers: where state goes when it leaves the device, and how it comes back.
 
 `store` has the protocol and `objects` what is stored. Stores: `host`, `device`, `disk`, and on other machines
-`redis`, `objectstore`, `mooncake`. Wrappers: `seal` encrypts, `quota` limits, `parts` splits, `faults` breaks.
-`mover` copies between the device and a list of tiers; `shelf` is one of them at work.
+`redis`, `objectstore`, `mooncake`. Wrappers: `seal` encrypts, `quota` limits, `parts` splits, `faults`
+breaks. `mover` copies between the device and a list of tiers; `shelf` is one of them at work.
 """
 
 from .disk import DiskStore

@@ -6,15 +6,23 @@ from .objects import Address
 
 
 class Epochs:
-    """Counts the deletions of every owner and namespace. A copy remembers the count with which it began."""
+    """Counts the beginnings and the ends of deletions of every owner and namespace.
+
+    A copy remembers the counts with which it began. It is late if one has changed, or was odd: a copy that
+    begins while all is being deleted can have read what is gone by now.
+    """
 
     def __init__(self) -> None:
-        self._deleted: dict[bytes, int] = {}
+        self._counts: dict[bytes, int] = {}
 
     def of(self, address: Address) -> tuple[int, int]:
-        """The count now."""
-        return self._deleted.get(address.owner, 0), self._deleted.get(address.namespace, 0)
+        """The counts now."""
+        return self._counts.get(address.owner, 0), self._counts.get(address.namespace, 0)
+
+    def late(self, address: Address, epoch: tuple[int, int]) -> bool:
+        """Whether what a copy has written must go again, which began when `of` gave `epoch`."""
+        return self.of(address) != epoch or any(count % 2 for count in epoch)
 
     def advance(self, scope: bytes) -> None:
-        """All of an owner or namespace is being deleted: copies that began before are late."""
-        self._deleted[scope] = self._deleted.get(scope, 0) + 1
+        """The deletion of all of an owner or namespace begins or ends."""
+        self._counts[scope] = self._counts.get(scope, 0) + 1

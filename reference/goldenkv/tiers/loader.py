@@ -190,7 +190,7 @@ class Loader:
             except StoreError:
                 continue
         self.release([loaded])
-        if self._epochs.of(loaded.item.label.address) != epoch:
+        if self._epochs.late(loaded.item.label.address, epoch):
             for shelf in shelves:
                 shelf.discard(loaded.item.label.address)
 

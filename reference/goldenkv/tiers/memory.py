@@ -61,7 +61,7 @@ class MemoryStore(VerifiedStore):
         if capacity < 0:
             raise ValueError(f"{capacity=} must be bytes, 0 or more")
         super().__init__(clock, verify)
-        self.capacity = capacity
+        self.capacity: int = capacity
         self._lock = threading.Lock()
         self._entries: dict[Address, Held] = {}
         self._used = 0
@@ -181,6 +181,9 @@ class MemoryStore(VerifiedStore):
                 yield entry
 
     def stats(self, owner: bytes | None = None) -> Stats:
+        if owner is None:
+            with self._lock:
+                return Stats(len(self._entries), self._used, self.capacity)
         found = super().stats(owner)
         return Stats(found.objects, found.nbytes, self.capacity)
 

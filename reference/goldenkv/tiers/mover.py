@@ -88,22 +88,28 @@ class Mover:
     def forget(self, owner: bytes, namespace: bytes | None = None, timeout: float = 10.0) -> int:
         """Deletes all of an owner, or of one of its namespaces, on every tier. Late writes do not undo it.
 
+        But one can: a put that a server was asked for and did not answer in time, and carries out afterwards.
+        A time to live bounds that.
+
         Returns:
             How many objects there were.
 
         Raises:
             Unavailable: a tier could not do it, or copies were under way after `timeout` seconds: call again.
         """
-        self._epochs.advance(owner if namespace is None else namespace)
+        scope = owner if namespace is None else namespace
+        self._epochs.advance(scope)
         count, failed = 0, []
-        # All copies, whosever they are: those of others can push something of it down.
-        if not _ended([*self.down.futures(), *self.up.futures()], timeout):
+        # All copies, whosever they are, and those that they begin: they can bring something of it up or down.
+        if not self.drain(timeout):
             failed.append("copies under way")
         for shelf in self._shelves:
             try:
                 count += shelf.delete_all(owner, namespace)
             except StoreError as error:
                 failed.append(f"{shelf.name}: {error.reason}")
+        self._epochs.advance(scope)
+        self.down.poll()  # what had been saved is told before anything is saved anew
         if failed:
             raise Unavailable(f"not everything is known to be deleted ({', '.join(failed)})")
         return count

@@ -118,7 +118,7 @@ class Saver:
                 kept = True
             except StoreError:
                 continue  # the shelf has counted it
-        if self._epochs.of(address) != epoch:  # its namespace was deleted meanwhile: a late write
+        if self._epochs.late(address, epoch):  # its namespace was deleted meanwhile: a late write
             for shelf in wanted:
                 shelf.discard(address)
             return False

@@ -84,7 +84,6 @@ class Shelf:
         self._residents = Residents(tier.strategy)
         self._lock = threading.Lock()
         self._down_until = -float("inf")
-        self._boundless = False  # the store has no capacity: nothing ever has to leave
         self._rescan()
 
     @property
@@ -134,7 +133,7 @@ class Shelf:
             nbytes = self._put(item)
         label = item.label
         page = (label.position - 1) // self._page_size
-        if not self._boundless:
+        if self.store.capacity is not None:
             with self._lock:
                 self._residents.add(label.address, nbytes, page, label.kind is Kind.BOUNDARY)
         self._metrics.moved(self.name, "put", len(item.payload), self._clock() - began)
@@ -201,17 +200,15 @@ class Shelf:
         Raises:
             Full: it is more than there is room for at all. Nothing left.
         """
-        if self._boundless:
+        capacity = self.store.capacity
+        if capacity is None:
+            return False  # nothing ever has to leave
+        if needed > capacity:
+            raise Full(f"{needed} bytes are more than the capacity of {capacity}")
+        held = self.store.stats().nbytes
+        if not full and held + needed <= self.tier.high * capacity:
             return False
-        stats = self.store.stats()
-        if stats.capacity is None:
-            self._boundless = True
-            return False
-        if needed > stats.capacity:
-            raise Full(f"{needed} bytes are more than the capacity of {stats.capacity}")
-        if not full and stats.nbytes + needed <= self.tier.high * stats.capacity:
-            return False
-        wanted = stats.nbytes + needed - int(self.tier.low * stats.capacity)
+        wanted = held + needed - int(self.tier.low * capacity)
         if full:
             wanted = max(wanted, needed, 1)
         with self._lock:
@@ -252,11 +249,10 @@ class Shelf:
 
     def _rescan(self) -> None:
         """Learns what is there that this process has not put: from before it started, or from others."""
+        if self.store.capacity is None:
+            return
         try:
             with self.counted("scan"):
-                self._boundless = self.store.stats().capacity is None
-                if self._boundless:
-                    return
                 entries = list(self.store.scan())
         except StoreError:
             return

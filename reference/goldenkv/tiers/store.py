@@ -46,9 +46,12 @@ class Stats:
 class Store(ABC):
     """Objects by address.
 
-    An object is there whole or not at all: nothing can be found before `put` has returned, and a `put` that
-    raises leaves nothing of its object (what was under that address before may be gone). What is read is
-    verified: what comes back has the bits that were put under exactly this address, or an error is raised.
+    An object is there whole or not at all: nothing can be found before it is complete, and a `put` that raises
+    leaves nothing of its object (what was under that address before may be gone). Over a network one more
+    thing can happen: a `put` that was not answered in time, `Unavailable`, is carried out later, whole.
+
+    What is read is verified: what comes back has the bits that were put under exactly this address, or an
+    error is raised.
     """
 
     name: str = "store"
@@ -56,6 +59,9 @@ class Store(ABC):
 
     persistent: bool = False
     """Whether objects outlive the process."""
+
+    capacity: int | None = None
+    """Bytes of all objects, heads included, at most; None where the store sets no limit itself."""
 
     @abstractmethod
     def put(self, item: Item, ttl: float | None = None) -> int:
@@ -222,7 +228,7 @@ class Wrapper(Store):
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
-        self.name, self.persistent = inner.name, inner.persistent
+        self.name, self.persistent, self.capacity = inner.name, inner.persistent, inner.capacity
 
     def put(self, item: Item, ttl: float | None = None) -> int:
         return self.inner.put(item, ttl)

@@ -1,0 +1,866 @@
+"""Claim: whatever happens in the tiers, a request has the bits of a cold run, or an error; and what was
+forgotten stays so, nothing leaks, every token is counted once.
+
+The state machine of `test_prefix_cache`, over a small host store and a second one below it. Copies run when
+the test says so, in any order, late, or while another one is half done. Stores fail, lose, damage and swap
+what they hold; engines restart, and two share the stores. At the end all objects of all stores are read and
+compared with cold runs.
+
+Controls: faults put into the implementation. Some are harmless by design and so are no controls:
+
+- Rows behind the last token of a tail page, and their zeros: no query reads them, and they are written before
+  they count.
+- A lease that is not checked: pages are written by the thread that leased them, before it does anything else.
+  The check is for callers who write later.
+- A lease on a host object that is not heeded: what is then torn differs from its checksum, which is a miss.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+from test_prefix_cache import (
+    BOUNDARIES,
+    CONFIG,
+    DOMAINS,
+    ENOUGH,
+    PAGES,
+    CacheMachine,
+    P,
+    cold,
+    domains,
+    namespace,
+    new_engine,
+    numbers,
+    play,
+    prompts,
+)
+
+from goldenkv.engine import EndPoints, Full, OneWindow, Periodic, ReloadPolicy, Zero
+from goldenkv.engine.fetch import Fetch, tail_name
+from goldenkv.engine.offload import Name, Offload
+from goldenkv.engine.sequences import Sequences
+from goldenkv.engine.tiered import TieredCache
+from goldenkv.prefix import Namespace, NamespaceInUse, PageKeys
+from goldenkv.state import cells, compare
+from goldenkv.state.moving import GatheredPages
+from goldenkv.tiers import mover as movers
+from goldenkv.tiers import saver as savers
+from goldenkv.tiers import transfer
+from goldenkv.tiers.disk import DiskStore
+from goldenkv.tiers.epochs import Epochs
+from goldenkv.tiers.errors import Corrupt, Expired, Foreign, Late, StoreError, Unavailable
+from goldenkv.tiers.errors import Full as NoRoom
+from goldenkv.tiers.faults import Fail, Fault, Faulty, Flip, Lose
+from goldenkv.tiers.host import HostStore
+from goldenkv.tiers.loader import Loaded, Loader
+from goldenkv.tiers.mover import Mover
+from goldenkv.tiers.objects import Address, Head, Item, Kind, Label
+from goldenkv.tiers.residents import Residents
+from goldenkv.tiers.saver import Saver
+from goldenkv.tiers.shelf import Tier, Write
+from goldenkv.tiers.staging import Staging
+from goldenkv.tiers.store import Store, VerifiedStore, Wrapper
+
+# Copies that run when the test says so ----------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Job(Future):
+    """A copy. It runs when somebody waits for it, or when the test says so."""
+
+    def __init__(self, steps: Steps, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.steps, self.call, self.begun = steps, call, False
+
+    def begin(self) -> bool:
+        """It cannot be cancelled any more, if it was not before."""
+        self.begun = self.begun or self.set_running_or_notify_cancel()
+        return self.begun
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.steps.wait_for(self, timeout)
+        return super().result(0)
+
+
+class Steps(Executor):
+    """Workers of one process, stepped.
+
+    Attributes:
+        jobs: have not run.
+        delays: how long the next ones take that somebody waits for, and whether they begin at once.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.jobs: list[Job] = []
+        self.running: list[Job] = []
+        self.delays: list[tuple[float, bool]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Job:
+        self.jobs.append(Job(self, functools.partial(call, *args, **kwargs)))
+        return self.jobs[-1]
+
+    def wait_for(self, job: Job, timeout: float | None) -> None:
+        """The time passes that the job takes, or the timeout."""
+        if job.done():
+            return
+        seconds, begins = self.delays.pop(0) if self.delays else (0.0, False)
+        if job in self.running or (timeout is not None and seconds > timeout):
+            assert timeout is not None, "waits for itself"
+            self.clock.now += timeout
+            if begins:
+                job.begin()
+            return
+        self.clock.now += seconds
+        self.run(job)
+
+    def run(self, job: Job) -> None:
+        """What a job raises ends the test."""
+        self.jobs.remove(job)
+        if job.begin():
+            self.running.append(job)
+            job.set_result(job.call())
+            self.running.remove(job)
+
+    def run_one(self, number: int) -> bool:
+        """Runs any one that waits, if one does."""
+        if not self.jobs:
+            return False
+        self.run(self.jobs[number % len(self.jobs)])
+        return True
+
+    def run_all(self) -> None:
+        while self.jobs:
+            self.run(self.jobs[0])
+
+
+def stepped_wait(jobs: list[Job], timeout: float | None = None, return_when: str = "ALL_COMPLETED") -> Any:
+    """In place of `concurrent.futures.wait`."""
+    for job in jobs:
+        job.steps.wait_for(job, timeout)
+        if return_when == "FIRST_COMPLETED" and job.done():
+            break
+    return concurrent.futures.wait(jobs, 0, return_when)
+
+
+class Crossed(Wrapper):
+    """A store with moments before and after each call, in which something else can happen."""
+
+    def __init__(self, inner: Store, crossed: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self.crossed = crossed
+
+    @contextmanager
+    def _moments(self) -> Iterator[None]:
+        self.crossed()
+        yield
+        self.crossed()
+
+    def put(self, item: Item, ttl: float | None = None) -> int:
+        with self._moments():
+            return super().put(item, ttl)
+
+    def get_into(self, address: Address, buffer: np.ndarray) -> Head:
+        with self._moments():
+            return super().get_into(address, buffer)
+
+    def get(self, address: Address) -> Item:
+        with self._moments():
+            return super().get(address)
+
+    def delete(self, addresses: Any) -> int:
+        with self._moments():
+            return super().delete(addresses)
+
+
+class CheckedStaging(Staging):
+    """Knows what was taken and not given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: dict[int, np.ndarray] = {}
+
+    def take(self, nbytes: int) -> np.ndarray:
+        buffer = super().take(nbytes)
+        assert id(buffer) not in self.out, "memory was given to two"
+        self.out[id(buffer)] = buffer
+        return buffer
+
+    def give(self, buffer: np.ndarray) -> None:
+        if id(buffer) not in self._shares:
+            assert self.out.pop(id(buffer), None) is not None, "memory was given back twice"
+        super().give(buffer)
+
+
+class Low(HostStore):
+    name = "low"
+
+
+# The machine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Tiers of an example. Objects have 1 to 6 KiB."""
+
+    upper: Write
+    lower: Write
+    promote: bool
+    on_disk: bool
+    room: int
+    in_flight: int
+    patience: float
+    paused: bool
+    ttl: float | None
+
+
+setups = st.builds(
+    Setup,
+    upper=st.sampled_from(Write),
+    lower=st.sampled_from([Write.THROUGH, Write.BACK]),
+    promote=st.booleans(),
+    on_disk=st.booleans(),
+    room=st.sampled_from([0, 16 << 10, 32 << 10, 32 << 10, 96 << 10]),
+    in_flight=st.sampled_from([3 << 10, 1 << 20, 1 << 20]),
+    patience=st.sampled_from([0.0, 1.0]),
+    paused=st.booleans(),
+    ttl=st.sampled_from([None, None, None, 30.0]),
+)
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""A folder that does not wait for a disk: what outlives a crash is tested elsewhere."""
+PROCESS = ("engine", "cache", "mover", "steps", "live", "prompt", "ran", "counters")
+RELOADS = [Full(), Full(), Periodic(2 * P), *[EndPoints()] * 3, Zero(), OneWindow()]
+MEANWHILE = ["copy", "copy", "copy", "forget", "evict", "ask"]
+TROUBLE: list[Fault | str] = [
+    Fail("put", Unavailable),
+    Fail("put", NoRoom),
+    Fail("get", Unavailable),
+    Fail("exists", Unavailable),
+    Fail("delete", Unavailable),
+    Lose(),
+    Flip(bit=300),
+    "down",
+    *["damage"] * 4,
+    *["swap"] * 2,
+    "emptied",
+    *["a component"] * 2,
+]
+PLACES = [0, 8, 60, 200, 700, 1000, -2, -1]
+"""Bytes of an object in which a bit may change: of its head those before 700."""
+COMPONENTS = sorted({cell.component.name for cell in cells(CONFIG)})
+CELLS = {cell.name: cell for cell in cells(CONFIG)}
+stores = st.sampled_from([[0], [1], [0, 1]])
+places = st.integers(0, 7)
+
+
+class TierMachine(CacheMachine):
+    """What `CacheMachine` does, in one of two processes over the same stores, and what befalls the stores."""
+
+    @initialize(
+        policy=st.sampled_from(RELOADS), first=st.lists(prompts, min_size=1, max_size=2), setup=setups
+    )
+    def start(self, policy: ReloadPolicy, first: list[list[int]], setup: Setup) -> None:
+        self.setup, self.clock, self.folder = setup, Clock(), tempfile.TemporaryDirectory(dir=MEMORY)
+        upper = HostStore(setup.room, block=512, copy=self.copy_in_halves, clock=self.clock)
+        self.faulty = [Faulty(upper), Faulty(self.open_lower())]
+        a, _, docs = (namespace(domain) for domain in DOMAINS)
+        self.namespaces = [a, replace(a, layout="other rows"), docs]  # the first two have one owner
+        self.published: list[set[tuple[int, ...]]] = [set() for _ in self.namespaces]
+        self.ever: list[set[tuple[int, ...]]] = [set() for _ in self.namespaces]
+        self.other: dict[str, Any] | None = None
+        self.workers_alone = self.broken = self.late = False
+        self.paused = setup.paused
+        self.damaged = 0
+        self.failing: list[str] = []  # components whose next copies fail
+        self.pending: list[tuple[int, Callable[[], None]]] = []
+        self.boot(policy)
+        for prompt in first:
+            self.ask(0, prompt, [1])
+
+    draft = switch = None  # drafts never meet a tier; other policies come with other processes
+
+    def open_lower(self) -> Store:
+        if self.setup.on_disk:
+            return DiskStore(self.folder.name, 48 << 10, clock=self.clock)
+        return Low(48 << 10, block=512, copy=self.copy_in_halves, clock=self.clock)
+
+    def boot(self, policy: ReloadPolicy) -> None:
+        """A new process over the stores."""
+        setup = self.setup
+        self.engine, self.steps = new_engine(), Steps(self.clock)
+        upper, lower = (Crossed(store, self.crossed) for store in self.faulty)
+        self.mover = Mover(
+            [
+                Tier(store=upper, write=setup.upper, promote=setup.promote, ttl=setup.ttl),
+                Tier(store=lower, write=setup.lower, ttl=setup.ttl),
+            ],
+            P,
+            workers=self.steps,
+            in_flight=setup.in_flight,
+            patience=setup.patience,
+            clock=self.clock,
+        )
+        self.mover.up._staging = CheckedStaging()
+        self.cache = TieredCache(
+            self.engine, self.mover, policy, deadline=lambda tokens: 1.0, copy=self.copy_component
+        )
+        self.live = []
+        self.prompt = self.ran = 0
+        self.counters = asdict(self.cache.metrics)
+
+    # Seams --------------------------------------------------------------------------------------------------
+
+    def copy_in_halves(self, to: np.ndarray, source: np.ndarray) -> None:
+        half = len(to) // 2
+        to[:half] = source[:half]
+        self.crossed()
+        to[half:] = source[half:]
+
+    def copy_component(self, name: str, to: np.ndarray, source: np.ndarray) -> None:
+        if self.failing and len(to) and name.endswith(f".{self.failing[0]}"):
+            self.failing.pop(0)
+            self.reached["a component failed"] += 1
+            to[: len(to) // 2] = source[: len(to) // 2]
+            raise Corrupt("one component alone did not arrive")
+        np.copyto(to, source)
+
+    def crossed(self) -> None:
+        """A moment within a copy: what is to happen meanwhile may happen now."""
+        if self.pending and self.steps.running:
+            (after, action), *later = self.pending
+            if after:
+                self.pending[0] = (after - 1, action)
+                return
+            self.pending = []
+            action()
+            self.pending = later
+
+    # Time ---------------------------------------------------------------------------------------------------
+
+    @rule(number=places, count=st.integers(1, 4))
+    def work(self, number: int, count: int) -> None:
+        """Some copies run, in any order, while nobody waits."""
+        self.workers_alone = True
+        for _ in range(count):
+            self.steps.run_one(number)
+        self.workers_alone = False
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 40.0]), paused=st.booleans(), mended=st.booleans())
+    def wait(self, seconds: float, paused: bool, mended: bool) -> None:
+        """From then on copies wait until somebody needs them; or they run as soon as they can."""
+        self.clock.now += seconds
+        self.paused = paused
+        if mended:
+            self.mend()
+
+    @rule(after=places, seconds=st.sampled_from([0.4, 1.5, 11.0]), begins=st.booleans())
+    def delay(self, after: int, seconds: float, begins: bool) -> None:
+        """One of the next copies that somebody waits for takes long."""
+        self.steps.delays = [*[(0.0, False)] * after, (seconds, begins)]
+
+    @rule(after=places, what=st.sampled_from(MEANWHILE), number=places, domain=domains, prompt=prompts)
+    def meanwhile(self, after: int, what: str, number: int, domain: int, prompt: list[int]) -> None:
+        """In the middle of a copy another one runs, or something happens to the cache."""
+
+        def action() -> None:
+            if what == "copy":
+                self.reached["copy within a copy"] += self.steps.run_one(number)
+                return
+            if not self.workers_alone:
+                return  # the cache is waiting
+            self.reached[f"{what} within a copy"] += 1
+            self.workers_alone = False
+            if what == "forget":
+                self.forget(domain, number % 2 == 0)
+            elif what == "evict":
+                self.cache.evict(pages=PAGES, boundaries=BOUNDARIES)
+            else:
+                self.ask(domain, self.turn(domain, prompt, number), [1])
+            self.workers_alone = True
+
+        self.pending.append((after, action))
+
+    # Requests -----------------------------------------------------------------------------------------------
+
+    @rule(domain=domains, number=st.integers(2, 5), stores=stores, what=st.sampled_from(TROUBLE), nth=places)
+    def come_back(self, domain: int, number: int, stores: list[int], what: str | Fault, nth: int) -> None:
+        """A request whose prefix has left the device; something may happen to it meanwhile."""
+        self.cache.evict(pages=PAGES, boundaries=BOUNDARIES)
+        self.copies_leave_nothing_behind()
+        if nth in (1, 2):
+            self.trouble(stores, what, nth, number)
+        self.ask(domain, self.turn(domain, [1], number), [2])
+
+    and_again = come_back
+
+    @rule(domain=domains, prompt=prompts, number=numbers)
+    def prepare(self, domain: int, prompt: list[int], number: int) -> None:
+        """What will be asked for comes up, or all that is here goes down."""
+        if number > 1:
+            self.cache.prefetch(self.namespaces[domain], self.turn(domain, prompt, number))
+        else:
+            self.mend()
+            self.flush()
+
+    def flush(self) -> None:
+        """Afterwards all is on some tier, unless a tier was full."""
+        before = self.tier_counters()
+        self.cache.flush()
+        if before == self.tier_counters():
+            names = [*self.cache._offload._pages.values(), *self.cache._offload._boundaries.values()]
+            addresses = [Offload.address(name) for name in names]
+            there = [store.inner.exists(addresses) for store in self.faulty]
+            assert all(map(any, zip(*there, strict=True))), "flushed, and on no tier"
+            self.reached["flushed"] += 1
+
+    def tier_counters(self) -> list[Any]:
+        """What tells that a tier was full, or that a copy was too late."""
+        found = self.mover.metrics.to_json()
+        evicted = {name: count for name, count in found["evicted_objects"].items() if name != "device"}
+        return [evicted, found["failures"], found["dropped_stores"]]
+
+    # Forgetting ---------------------------------------------------------------------------------------------
+
+    @rule(domain=domains, owner=st.booleans(), slow=st.booleans())
+    def forget(self, domain: int, owner: bool, slow: bool = False) -> None:
+        """Of an owner or of a namespace, while the copies under way take longer than is waited for them."""
+        if slow:
+            self.steps.delays = [(11.0, True)] * len(self.steps.jobs)
+        if owner:
+            both = [2] if domain == 2 else [0, 1]
+            self.forget_all(both, lambda: self.cache.forget_owner(self.namespaces[domain].domain))
+        else:
+            self.forget_all([domain], lambda: self.cache.forget(self.namespaces[domain]))
+
+    def forget_all(self, those: list[int], forget: Callable[[], None]) -> None:
+        used = {live.domain for live in self.live if live.request.lock is not None} & {*those}
+        broken = self.broken
+        try:
+            forget()
+        except NamespaceInUse:
+            assert used or self.refusals, "nobody reuses any of it"
+            return
+        except Unavailable as error:
+            self.reached["forgotten while a copy is under way"] += not broken
+            assert broken or "(copies under way)" in str(error), "all stores did it"
+            if broken:
+                return
+            self.late = True  # its copies are refused when they come
+        assert not used or self.refusals, "forgot what a request reuses"
+        if self.other is None:  # the other process may still have it, and bring it down again
+            for domain in those:
+                self.ever[domain] |= self.published[domain]
+                self.published[domain] = set()
+
+    # What befalls stores ------------------------------------------------------------------------------------
+
+    @rule(stores=stores, what=st.sampled_from(TROUBLE), nth=st.integers(1, 3), number=places)
+    def trouble(self, stores: list[int], what: str | Fault, nth: int, number: int) -> None:
+        self.late_copies_end()
+        self.broken = self.broken or what == "down" or isinstance(what, Fault)
+        if what == "a component":
+            self.failing = [COMPONENTS[number % len(COMPONENTS)]] * nth
+        for store in (self.faulty[store] for store in stores):
+            if isinstance(what, Fault):
+                store.add(what, nth)
+            elif what == "down":
+                store.down()
+            entries = sorted(store.inner.scan(), key=lambda entry: entry.nbytes)
+            there = [entry.address for entry in entries]
+            if what == "emptied":
+                store.inner.delete(there)
+            self.damaged += what in ("damage", "swap")
+            for place in range(number % max(1, len(there)), len(there), 3):
+                if what == "damage":
+                    damage(store.inner, there[place], PLACES[number])
+                elif what == "swap":
+                    swap(store.inner, there[place], there[place - 1])
+
+    def late_copies_end(self) -> None:
+        """What is refused can only be taken out again while the stores work."""
+        if self.late:
+            self.steps.run_all()
+        self.late = False
+
+    def mend(self) -> None:
+        for store in self.faulty:
+            store.clear()
+            store.up()
+        self.broken, self.failing = False, []
+        self.clock.now += 2.0  # until they are asked again
+
+    # Processes ----------------------------------------------------------------------------------------------
+
+    @rule(policy=st.sampled_from(RELOADS), ends=st.booleans())
+    def another_process(self, policy: ReloadPolicy, ends: bool) -> None:
+        """The next steps are those of another process; this one waits, or it ends wherever it stands."""
+        self.late_copies_end()
+        other, self.other = self.other, None
+        if ends:
+            self.note()
+            self.reached["ended"] += 1
+        else:
+            self.other = {name: getattr(self, name) for name in PROCESS}
+        if other is not None:
+            vars(self).update(other)
+            return
+        if ends and self.setup.on_disk:
+            self.faulty[1].inner.close()
+            self.faulty[1].inner = self.open_lower()
+        self.boot(policy)
+
+    # Always -------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def copies_leave_nothing_behind(self) -> None:
+        if not hasattr(self, "live"):
+            return
+        if not self.paused:
+            self.workers_alone = True
+            self.steps.run_all()
+            self.workers_alone = False
+        if self.paused or self.steps.jobs:
+            return
+        self.late = False
+        self.mover.poll()
+        assert not self.mover.down.futures() and not self.mover.up.futures(), "copies under way"
+        assert not self.mover.up._staging.out, "memory that nobody gave back"
+        for shelf in self.mover._shelves:
+            assert not shelf._residents._pins, "pinned for ever"
+        for store in self.faulty:
+            if isinstance(store.inner, HostStore):
+                blocks = [b for held in store.inner._entries.values() for b in held.memory]
+                total = len(store.inner._arena) // store.inner._block
+                assert sorted(blocks + store.inner._blocks) == list(range(total)), "blocks"
+
+    @invariant()
+    def what_is_forgotten_stays_so(self) -> None:
+        if not hasattr(self, "live") or self.steps.jobs or self.other is not None:
+            return
+        for each, known in zip(self.namespaces, self.published, strict=True):
+            for store in self.faulty:
+                if not known:
+                    found = list(store.inner.scan(each.owner(), each.digest()))
+                    assert not found, "a tier has what was forgotten"
+
+    @invariant()
+    def sources_add_up(self) -> None:
+        if not hasattr(self, "live"):
+            return
+        m, sources = self.cache.metrics, self.mover.metrics.sources()
+        for name in ("computed", "replayed", "cancelled"):
+            assert sources.pop(name, 0) == getattr(m, name), f"tokens that are {name}"
+        assert sum(sources.values()) == m.reused, "tokens that are reused"
+        assert {*sources} <= {"device", *self.mover.names}, "sources"
+
+    @invariant()
+    def what_is_cached_has_its_name(self) -> None:
+        if hasattr(self, "live"):
+            offload, holdings = self.cache._offload, self.cache.tree.holdings
+            assert offload._pages.keys() == holdings.pages.all(), "pages with names"
+            assert offload._boundaries.keys() == holdings.handles.all(), "states with names"
+            names = [*offload._pages.values(), *offload._boundaries.values()]
+            assert offload._saved <= offload._held == {Offload.address(name) for name in names}, "saved"
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """All that tiers hold is compared with cold runs; then all is forgotten, and nothing may remain."""
+        if not hasattr(self, "live"):
+            return
+        try:
+            if sys.exception() is None:
+                self.end()
+        finally:
+            self.faulty[1].inner.close()
+            self.folder.cleanup()
+
+    def end(self) -> None:
+        self.mend()
+        self.paused, self.pending = False, []
+        for each in range(2 if self.other else 1):
+            if each:
+                self.another_process(Full(), False)
+            self.steps.delays = []
+            self.copies_leave_nothing_behind()
+        self.audit_tiers()
+        self.note()
+        super().teardown()
+        if self.other:
+            self.another_process(Full(), False)
+            self.note()
+            super().teardown()
+        for store in self.faulty:
+            assert not list(store.inner.scan()), "objects remain"
+
+    def note(self) -> None:
+        """What has happened, so that it can be seen that everything does."""
+        found = self.mover.metrics.to_json()
+        for reason, count in found["fallbacks"].items():
+            self.reached[f"fell back: {reason}"] += count
+        for place, name in enumerate(self.mover.names):
+            for what in ("promotions", "demotions", "evicted_objects", "prompt_tokens"):
+                self.reached[f"{what}, tier {place}"] += found[what].get(name, 0)
+        self.reached["dropped"] += sum(found["dropped_stores"].values())
+
+    def audit_tiers(self) -> None:
+        known: dict[Address, tuple[Kind, tuple[int, ...]]] = {}
+        for each, now, before in zip(self.namespaces, self.published, self.ever, strict=True):
+            for told in now | before:
+                known |= objects_of(each, told)
+        for store in self.faulty:
+            for entry in list(store.inner.scan()):
+                try:
+                    item = store.inner.get(entry.address)
+                except (Expired, Corrupt, Foreign) as error:
+                    assert self.damaged or isinstance(error, Expired), "an object cannot be read"
+                    continue
+                label = item.label
+                assert entry.address in known, "an object that nobody published"
+                made = known[entry.address]
+                assert label.address == entry.address, "another object's label"
+                assert (label.kind, label.position) == (made[0], len(made[1])), "another label"
+                wrong = self.differing_object(item, made[1])
+                assert not wrong, f"stored with other bits than cold: {sorted(wrong)}"
+                self.reached["audited objects"] += 1
+
+    def differing_object(self, item: Item, told: tuple[int, ...]) -> set[str]:
+        """Which rows of an object are not those of a cold run."""
+        expected, start = cold(told), (len(told) - 1) // P * P
+        rows = {}
+        for name in item.arrays():
+            first = (
+                0 if item.label.kind is Kind.BOUNDARY else start // CONFIG.compress_ratios[CELLS[name].layer]
+            )
+            rows[name] = expected[name][first:]
+        same = compare(item.arrays(), rows).by_name
+        return {name for name, ok in same.items() if not ok.all()}
+
+
+@functools.lru_cache(maxsize=4096)
+def objects_of(namespace: Namespace, told: tuple[int, ...]) -> dict[Address, tuple[Kind, tuple[int, ...]]]:
+    """Kind and tokens of every object that a sequence can leave."""
+    keys, scope = PageKeys(namespace, told), (namespace.owner(), namespace.digest())
+    found = {}
+    for position in range(1, len(told) + 1):
+        known = told[:position]
+        found[Address(*scope, keys.boundary(position))] = Kind.BOUNDARY, known
+        if position % P:
+            found[Address(*scope, tail_name(namespace, keys, position).key)] = Kind.TAIL, known
+        else:
+            found[Address(*scope, keys.pages[position // P - 1])] = Kind.PAGE, known
+    return found
+
+
+def damage(store: Store, address: Address, at: int) -> None:
+    """A bit of what is stored changes, in the head or in the payload."""
+    if isinstance(store, HostStore):
+        entry = store._entries[address]
+        pieces = store._pieces(entry)
+        if 0 <= at < 700 or not entry.payload:
+            entry.head = flipped(entry.head, at)
+        else:
+            pieces[0][at % len(pieces[0])] ^= 1
+    else:
+        path = Path(store.places.object(address))
+        path.write_bytes(flipped(path.read_bytes(), at))
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    changed = bytearray(content)
+    changed[at % len(changed)] ^= 1
+    return bytes(changed)
+
+
+def swap(store: Store, one: Address, two: Address) -> None:
+    """Two stored objects change places."""
+    if isinstance(store, HostStore):
+        entries = store._entries
+        entries[one], entries[two] = entries[two], entries[one]
+    else:
+        paths = [Path(store.places.object(address)) for address in (one, two)]
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, reversed(contents), strict=True):
+            path.write_bytes(content)
+
+
+@pytest.fixture(autouse=True)
+def _stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (movers, savers):
+        monkeypatch.setattr(module, "wait", stepped_wait)
+
+
+def test_every_answer_is_cold() -> None:
+    reached = play(TierMachine, Phase.shrink)
+    print(reached)
+
+
+# Controls ---------------------------------------------------------------------------------------------------
+
+
+def gathers_late(self: Sequences, pages: Any) -> Any:
+    """In place of a copy made now: the pages as they are when the copy runs."""
+
+    class Late:
+        def rows(late, index: int) -> Any:
+            return GatheredPages(self.config, self._pool, [list(pages)[index]]).rows(0)
+
+    return Late()
+
+
+def passes_over_gaps(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what is missing the next page is used that is there."""
+
+    def find(self: Fetch) -> tuple[int, list[int]]:
+        last = self._length // self._size
+        pages = [self._page(i) for i in range(self._held, last)]
+        there = [name for name, has in zip(pages, self._ask(pages), strict=True) if has]
+        states = real(self)[1]
+        self._page = lambda index: there[index - self._held]
+        return self._held + len(there), states
+
+    return find
+
+
+def of_another_position(real: Callable[..., None]) -> Callable[..., None]:
+    """Boundary states are saved under each other's names."""
+
+    def published(self: Offload, pages: Any, boundaries: dict[int, Name]) -> None:
+        ends = [handle for handle, name in boundaries.items() if name.position % P == 0]
+        names = [boundaries[handle] for handle in ends]
+        real(self, pages, boundaries | dict(zip(ends, reversed(names), strict=True)))
+
+    return published
+
+
+def counts_what_is_loaded(real: Callable[..., list[Name]]) -> Callable[..., list[Name]]:
+    def bring(self: Fetch, names: list[Name]) -> list[Name]:
+        failed = real(self, names)
+        self._mover.metrics.source("host", P * (len(names) - len(failed)))
+        return failed
+
+    return bring
+
+
+def takes_what_is_late(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """What has not come by its deadline is used as it is."""
+
+    def load(self: Loader, labels: list[Label], deadline: float | None = None) -> list[Any]:
+        found = real(self, labels, deadline)
+        return [
+            Loaded(Item(label, self._staging.take(label.nbytes)), "host") if isinstance(each, Late) else each
+            for label, each in zip(labels, found, strict=True)
+        ]
+
+    return load
+
+
+def passes_over_components(real: Callable[..., None]) -> Callable[..., None]:
+    def copy(*args: Any) -> None:
+        with suppress(StoreError):
+            real(*args)
+
+    return copy
+
+
+def always_done(self: Saver) -> None:
+    for address, (future, _, done) in list(self._saving.items()):
+        if future.done():
+            del self._saving[address]
+            done(True)
+
+
+def believes_all(patch: pytest.MonkeyPatch) -> None:
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(VerifiedStore, "verify", never, raising=False)
+    patch.setattr(Item, "check", lambda self: None)
+
+
+def any_label(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(VerifiedStore, "_check", lambda self, head, address: None)
+    patch.setattr(Label, "__eq__", lambda self, other: True)
+
+
+Fault_ = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, tuple[Fault_, str]] = {
+    "nothing is verified": (believes_all, "than cold|another object"),
+    "no label is compared": (any_label, "than cold|another"),
+    "late writes are not refused": (
+        lambda p: p.setattr(Epochs, "of", lambda self, address: (0, 0)),
+        "a tier has what was forgotten",
+    ),
+    "a page is read when its copy runs": (
+        lambda p: p.setattr(Sequences, "gather_pages", gathers_late),
+        "than cold",
+    ),
+    "a gap is passed over": (
+        lambda p: p.setattr(Fetch, "_find", passes_over_gaps(Fetch._find)),
+        "than cold",
+    ),
+    "a state of another position": (
+        lambda p: p.setattr(Offload, "published", of_another_position(Offload.published)),
+        "than cold",
+    ),
+    "loaded is counted as used": (
+        lambda p: p.setattr(Fetch, "_bring", counts_what_is_loaded(Fetch._bring)),
+        "tokens that are reused",
+    ),
+    "late is as good as in time": (
+        lambda p: p.setattr(Loader, "load", takes_what_is_late(Loader.load)),
+        "than cold",
+    ),
+    "a component that fails is passed over": (
+        lambda p: p.setattr(transfer, "_copy", passes_over_components(transfer._copy)),
+        "than cold",
+    ),
+    "completed is as good as succeeded": (
+        lambda p: p.setattr(Saver, "poll", always_done),
+        "flushed, and on no tier",
+    ),
+    "memory is given back while it is copied": (
+        lambda p: p.setattr(Staging, "share", lambda self, buffer: None),
+        "given back twice|given to two",
+    ),
+    "pins stay": (
+        lambda p: p.setattr(Residents, "unpin", lambda self, address: None),
+        "pinned for ever",
+    ),
+    "what has left keeps its name": (
+        lambda p: p.setattr(Offload, "leaving", lambda self, pages, boundaries, *, keep: None),
+        "with names",
+    ),
+    "forgotten on the device alone": (
+        lambda p: p.setattr(Mover, "forget", lambda *_: 0),
+        "nobody of this namespace|a tier has what was forgotten|objects remain",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, expected = FAULTS[fault]
+    put(monkeypatch)
+    with pytest.raises(AssertionError, match=expected):
+        play(TierMachine, max_examples=ENOUGH, report_multiple_bugs=False)
