@@ -395,6 +395,7 @@ def test_each_field_and_the_flags_change_the_identity(monkeypatch: pytest.Monkey
         Numerics(index_block=128),
         Numerics(key_block=64),
         Numerics(fake_quantisation=True),
+        Numerics(implementation="other"),
     ]
     assert len(others) == len(dataclasses.fields(Numerics))
     identities = [n.identity() for n in (Numerics(), *others)]

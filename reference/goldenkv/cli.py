@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
 from . import __version__
 
+
+class _Commands(TyperGroup):
+    """Ours, and those that other packages offer under the entry point group "goldenkv.commands"."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(_offered())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in _offered():  # imported when it is asked for, not before
+            found = typer.main.get_group(_offered()[cmd_name].load())
+        return found
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group="goldenkv.commands")}
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="A golden reference of DeepSeek-V4's CSA+HCA attention whose state reloads bit for bit.",
     no_args_is_help=True,
     add_completion=False,

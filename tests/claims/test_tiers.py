@@ -27,10 +27,11 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from test_prefix_cache import (
@@ -38,6 +39,7 @@ from test_prefix_cache import (
     CONFIG,
     DOMAINS,
     ENOUGH,
+    LONGEST,
     PAGES,
     CacheMachine,
     P,
@@ -48,14 +50,15 @@ from test_prefix_cache import (
     numbers,
     play,
     prompts,
+    stems,
 )
 
-from goldenkv.engine import EndPoints, Full, OneWindow, Periodic, ReloadPolicy, Zero
+from goldenkv.engine import EndPoints, Full, OneWindow, Periodic, ReloadPolicy, Zero, offload
 from goldenkv.engine.fetch import Fetch, tail_name
 from goldenkv.engine.offload import Name, Offload
 from goldenkv.engine.sequences import Sequences
 from goldenkv.engine.tiered import TieredCache
-from goldenkv.prefix import Namespace, NamespaceInUse, PageKeys
+from goldenkv.prefix import Namespace, NamespaceInUse, PageKeys, Public, PublicDomains
 from goldenkv.state import cells, compare
 from goldenkv.state.moving import GatheredPages
 from goldenkv.tiers import mover as movers
@@ -243,8 +246,8 @@ setups = st.builds(
     promote=st.booleans(),
     on_disk=st.booleans(),
     room=st.sampled_from([0, 16 << 10, 32 << 10, 32 << 10, 96 << 10]),
-    in_flight=st.sampled_from([3 << 10, 1 << 20, 1 << 20]),
-    patience=st.sampled_from([0.0, 1.0]),
+    in_flight=st.sampled_from([3 << 10, 1 << 20, 1 << 20, 1 << 20]),
+    patience=st.sampled_from([0.0, 1.0, 1.0]),
     paused=st.booleans(),
     ttl=st.sampled_from([None, None, None, 30.0]),
 )
@@ -271,6 +274,7 @@ PLACES = [0, 8, 60, 200, 700, 1000, -2, -1]
 """Bytes of an object in which a bit may change: of its head those before 700."""
 COMPONENTS = sorted({cell.component.name for cell in cells(CONFIG)})
 CELLS = {cell.name: cell for cell in cells(CONFIG)}
+kinds = st.integers(0, len(TROUBLE) - 1)
 stores = st.sampled_from([[0], [1], [0, 1]])
 places = st.integers(0, 7)
 
@@ -278,11 +282,16 @@ places = st.integers(0, 7)
 class TierMachine(CacheMachine):
     """What `CacheMachine` does, in one of two processes over the same stores, and what befalls the stores."""
 
+    fixed: ClassVar[dict[str, Any]] = {}
+    """Of the setup."""
+    troubles: ClassVar[list[Fault | str]] = TROUBLE
+
     @initialize(
         policy=st.sampled_from(RELOADS), first=st.lists(prompts, min_size=1, max_size=2), setup=setups
     )
     def start(self, policy: ReloadPolicy, first: list[list[int]], setup: Setup) -> None:
-        self.setup, self.clock, self.folder = setup, Clock(), tempfile.TemporaryDirectory(dir=MEMORY)
+        self.setup = setup = replace(setup, **self.fixed)
+        self.clock, self.folder = Clock(), tempfile.TemporaryDirectory(dir=MEMORY)
         upper = HostStore(setup.room, block=512, copy=self.copy_in_halves, clock=self.clock)
         self.faulty = [Faulty(upper), Faulty(self.open_lower())]
         a, _, docs = (namespace(domain) for domain in DOMAINS)
@@ -292,7 +301,8 @@ class TierMachine(CacheMachine):
         self.other: dict[str, Any] | None = None
         self.workers_alone = self.broken = self.late = False
         self.paused = setup.paused
-        self.damaged = 0
+        self.damaged = self.forgotten = 0
+        self.meddled = setup.ttl is not None  # stores may have lost what they took
         self.failing: list[str] = []  # components whose next copies fail
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.boot(policy)
@@ -367,6 +377,11 @@ class TierMachine(CacheMachine):
             self.steps.run_one(number)
         self.workers_alone = False
 
+    def all_copies_run(self) -> None:
+        self.workers_alone = True
+        self.steps.run_all()
+        self.workers_alone = False
+
     @rule(seconds=st.sampled_from([0.5, 2.0, 40.0]), paused=st.booleans(), mended=st.booleans())
     def wait(self, seconds: float, paused: bool, mended: bool) -> None:
         """From then on copies wait until somebody needs them; or they run as soon as they can."""
@@ -404,14 +419,28 @@ class TierMachine(CacheMachine):
 
     # Requests -----------------------------------------------------------------------------------------------
 
-    @rule(domain=domains, number=st.integers(2, 5), stores=stores, what=st.sampled_from(TROUBLE), nth=places)
-    def come_back(self, domain: int, number: int, stores: list[int], what: str | Fault, nth: int) -> None:
+    @rule(
+        domain=domains,
+        prompt=prompts,
+        number=places,
+        stores=stores,
+        kind=kinds,
+        nth=places,
+    )
+    def come_back(
+        self, domain: int, prompt: list[int], number: int, stores: list[int], kind: int, nth: int
+    ) -> None:
         """A request whose prefix has left the device; something may happen to it meanwhile."""
-        self.cache.evict(pages=PAGES, boundaries=BOUNDARIES)
-        self.copies_leave_nothing_behind()
-        if nth in (1, 2):
-            self.trouble(stores, what, nth, number)
-        self.ask(domain, self.turn(domain, [1], number), [2])
+        if number:  # mostly all works well until now
+            self.mend()
+        self.clear()
+        if nth in (1, 2, 3):
+            self.trouble(stores, kind, nth, number)
+        known = sorted(self.published[domain], key=len)[-3:]
+        if known:
+            told = known[number % len(known)]
+            prompt = [*told[: len(told) // P * P if nth % 2 else LONGEST - 2], 1, 2]
+        self.ask(domain, prompt, [2])
 
     and_again = come_back
 
@@ -426,20 +455,38 @@ class TierMachine(CacheMachine):
 
     def flush(self) -> None:
         """Afterwards all is on some tier, unless a tier was full."""
+        self.late_copies_end()
         before = self.tier_counters()
         self.cache.flush()
         if before == self.tier_counters():
-            names = [*self.cache._offload._pages.values(), *self.cache._offload._boundaries.values()]
-            addresses = [Offload.address(name) for name in names]
-            there = [store.inner.exists(addresses) for store in self.faulty]
-            assert all(map(any, zip(*there, strict=True))), "flushed, and on no tier"
+            assert self.on_tiers(self.held()), "flushed, and on no tier"
             self.reached["flushed"] += 1
 
+    def clear(self) -> None:
+        """All leaves the device, and gets onto some tier, unless one was full or lost what it took."""
+        self.late_copies_end()  # a copy that is refused stands in the way of the next one
+        held, before = self.held(), self.tier_counters()
+        self.cache.evict(pages=PAGES, boundaries=BOUNDARIES)
+        self.all_copies_run()
+        if before == self.tier_counters() and not self.broken and not self.meddled:
+            left = [address for address in held if address not in self.cache._offload._held]
+            assert self.on_tiers(left), "left the device, and is on no tier"
+            self.reached["cleared"] += bool(left)
+
+    def held(self) -> list[Address]:
+        """What is on the device."""
+        names = [*self.cache._offload._pages.values(), *self.cache._offload._boundaries.values()]
+        return [Offload.address(name) for name in names]
+
+    def on_tiers(self, addresses: list[Address]) -> bool:
+        there = [store.inner.exists(addresses) for store in self.faulty]
+        return all(map(any, zip(*there, strict=True)))
+
     def tier_counters(self) -> list[Any]:
-        """What tells that a tier was full, or that a copy was too late."""
+        """What tells that a tier was full, that a copy was too late, or that something was forgotten."""
         found = self.mover.metrics.to_json()
         evicted = {name: count for name, count in found["evicted_objects"].items() if name != "device"}
-        return [evicted, found["failures"], found["dropped_stores"]]
+        return [evicted, found["failures"], found["dropped_stores"], self.forgotten]
 
     # Forgetting ---------------------------------------------------------------------------------------------
 
@@ -457,6 +504,7 @@ class TierMachine(CacheMachine):
     def forget_all(self, those: list[int], forget: Callable[[], None]) -> None:
         used = {live.domain for live in self.live if live.request.lock is not None} & {*those}
         broken = self.broken
+        self.forgotten += 1
         try:
             forget()
         except NamespaceInUse:
@@ -476,9 +524,11 @@ class TierMachine(CacheMachine):
 
     # What befalls stores ------------------------------------------------------------------------------------
 
-    @rule(stores=stores, what=st.sampled_from(TROUBLE), nth=st.integers(1, 3), number=places)
-    def trouble(self, stores: list[int], what: str | Fault, nth: int, number: int) -> None:
+    @rule(stores=stores, kind=kinds, nth=st.integers(1, 3), number=places)
+    def trouble(self, stores: list[int], kind: int, nth: int, number: int) -> None:
         self.late_copies_end()
+        what = self.troubles[kind % len(self.troubles)]
+        self.meddled = self.meddled or what in ("damage", "swap", "emptied", Lose())
         self.broken = self.broken or what == "down" or isinstance(what, Fault)
         if what == "a component":
             self.failing = [COMPONENTS[number % len(COMPONENTS)]] * nth
@@ -501,7 +551,7 @@ class TierMachine(CacheMachine):
     def late_copies_end(self) -> None:
         """What is refused can only be taken out again while the stores work."""
         if self.late:
-            self.steps.run_all()
+            self.all_copies_run()
         self.late = False
 
     def mend(self) -> None:
@@ -523,6 +573,7 @@ class TierMachine(CacheMachine):
             self.reached["ended"] += 1
         else:
             self.other = {name: getattr(self, name) for name in PROCESS}
+            self.meddled = True
         if other is not None:
             vars(self).update(other)
             return
@@ -538,13 +589,11 @@ class TierMachine(CacheMachine):
         if not hasattr(self, "live"):
             return
         if not self.paused:
-            self.workers_alone = True
-            self.steps.run_all()
-            self.workers_alone = False
+            self.all_copies_run()
         if self.paused or self.steps.jobs:
             return
         self.late = False
-        self.mover.poll()
+        self.cache._offload.poll()
         assert not self.mover.down.futures() and not self.mover.up.futures(), "copies under way"
         assert not self.mover.up._staging.out, "memory that nobody gave back"
         for shelf in self.mover._shelves:
@@ -712,9 +761,101 @@ def _stepped(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "wait", stepped_wait)
 
 
+EVERYTHING = {
+    *("boundary", "replay", "tail", "approximate", "evicted", "audited", "audited objects", "ended"),
+    *("prompt_tokens, tier 0", "prompt_tokens, tier 1", "promotions, tier 0", "demotions, tier 0"),
+    *("evicted_objects, tier 0", "evicted_objects, tier 1", "flushed", "cleared", "a component failed"),
+    *("fell back: corrupt", "fell back: foreign", "fell back: late", "fell back: unavailable"),
+    *("copy within a copy", "ask within a copy", "evict within a copy", "forget within a copy"),
+    "forgotten while a copy is under way",
+}
+
+
 def test_every_answer_is_cold() -> None:
     reached = play(TierMachine, Phase.shrink)
-    print(reached)
+    assert not {name for name in EVERYTHING if not reached[name]}, reached
+
+
+# What the machine has found ---------------------------------------------------------------------------------
+
+
+def played(**setup: Any) -> TierMachine:
+    """A machine whose steps are written down, with one sequence of two pages on the device."""
+    base = dict(upper=Write.THROUGH, lower=Write.BACK, promote=True, on_disk=False, room=96 << 10)
+    more = dict(in_flight=1 << 20, patience=0.0, paused=True, ttl=None)
+    machine = TierMachine()
+    machine.start(Full(), [stems()[0][: 2 * P]], Setup(**base | more | setup))
+    machine.all_copies_run()
+    return machine
+
+
+def forgets_while_loads_wait() -> None:
+    """A load that runs while it is waited for reads what is deleted next, and begins a promotion of it."""
+    machine = played(upper=Write.BACK, lower=Write.THROUGH)
+    machine.cache.evict(pages=PAGES, boundaries=BOUNDARIES)
+    machine.cache.prefetch(machine.namespaces[0], stems()[0][: 2 * P])
+    machine.steps.run_one(0)
+    machine.forget(0, False)
+    machine.all_copies_run()
+    machine.what_is_forgotten_stays_so()
+    machine.teardown()
+
+
+def forgets_at_every_moment() -> None:
+    """Copies make room, so that objects of another namespace move down; within them that is forgotten."""
+    forgotten = 0
+    for moment in range(30):
+        machine = played(room=9 << 10)
+        machine.begin(2, stems()[2][: P + 1])
+        machine.run(0, LONGEST)
+        machine.meanwhile(moment, "forget", 1, 0, [])
+        machine.all_copies_run()
+        forgotten += machine.forgotten
+        machine.what_is_forgotten_stays_so()
+        machine.teardown()
+    assert forgotten > 8, "the copies have no moments"
+
+
+def flushes_what_others_took_out() -> None:
+    """That a tier took something is not to say that it has it."""
+    machine = played()
+    for store in machine.faulty:
+        store.inner.delete([entry.address for entry in store.inner.scan()])
+    machine.flush()
+    machine.teardown()
+
+
+def believing_flush(self: Offload) -> None:
+    self._save(self._pages, self._boundaries, leaving=True, must=True)
+    self.mover.drain()
+
+
+def waits_once(self: Mover, timeout: float | None = None) -> bool:
+    """Not for what the copies begin."""
+    return not stepped_wait([*self.down.futures(), *self.up.futures()], timeout).not_done
+
+
+def test_loads_that_are_waited_for_bring_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgets_while_loads_wait()
+    monkeypatch.setattr(Mover, "drain", waits_once)
+    forgets_while_loads_wait()  # either of two is enough
+    monkeypatch.setattr(Epochs, "late", lambda *_: False)
+    with pytest.raises(AssertionError, match="a tier has what was forgotten"):
+        forgets_while_loads_wait()
+
+
+def test_what_moves_down_brings_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgets_at_every_moment()
+    monkeypatch.setattr(Epochs, "late", lambda *_: False)
+    with pytest.raises(AssertionError, match="a tier has what was forgotten"):
+        forgets_at_every_moment()
+
+
+def test_a_flush_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    flushes_what_others_took_out()
+    monkeypatch.setattr(Offload, "flush", believing_flush)
+    with pytest.raises(AssertionError, match="flushed, and on no tier"):
+        flushes_what_others_took_out()
 
 
 # Controls ---------------------------------------------------------------------------------------------------
@@ -770,11 +911,18 @@ def takes_what_is_late(real: Callable[..., list[Any]]) -> Callable[..., list[Any
     def load(self: Loader, labels: list[Label], deadline: float | None = None) -> list[Any]:
         found = real(self, labels, deadline)
         return [
-            Loaded(Item(label, self._staging.take(label.nbytes)), "host") if isinstance(each, Late) else each
+            Loaded(Item(label, empty(self._staging.take(label.nbytes))), "host")
+            if isinstance(each, Late)
+            else each
             for label, each in zip(labels, found, strict=True)
         ]
 
     return load
+
+
+def empty(buffer: np.ndarray) -> np.ndarray:
+    buffer[...] = 255
+    return buffer
 
 
 def passes_over_components(real: Callable[..., None]) -> Callable[..., None]:
@@ -803,13 +951,24 @@ def any_label(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Label, "__eq__", lambda self, other: True)
 
 
-Fault_ = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, tuple[Fault_, str]] = {
+def without_namespace(patch: pytest.MonkeyPatch) -> None:
+    """Either alone is enough: an address has owner and namespace, and the key within it is made with them."""
+    real, same = PageKeys.__init__, namespace(Public("docs", PublicDomains(frozenset({"docs"}))))
+    patch.setattr(offload, "_scope", lambda each: (bytes(32), bytes(32)))
+    patch.setattr(PageKeys, "__init__", lambda self, each, tokens=(): real(self, same, tokens))
+
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, tuple[Mutant, str]] = {
     "nothing is verified": (believes_all, "than cold|another object"),
     "no label is compared": (any_label, "than cold|another"),
     "late writes are not refused": (
         lambda p: p.setattr(Epochs, "of", lambda self, address: (0, 0)),
         "a tier has what was forgotten",
+    ),
+    "no namespace in keys and addresses": (
+        without_namespace,
+        "nobody of this|nobody published",
     ),
     "a page is read when its copy runs": (
         lambda p: p.setattr(Sequences, "gather_pages", gathers_late),
@@ -837,7 +996,7 @@ FAULTS: dict[str, tuple[Fault_, str]] = {
     ),
     "completed is as good as succeeded": (
         lambda p: p.setattr(Saver, "poll", always_done),
-        "flushed, and on no tier",
+        "on no tier",
     ),
     "memory is given back while it is copied": (
         lambda p: p.setattr(Staging, "share", lambda self, buffer: None),
@@ -858,9 +1017,41 @@ FAULTS: dict[str, tuple[Fault_, str]] = {
 }
 
 
+class Focused(TierMachine):
+    """Whole requests of one process, and what befalls the stores."""
+
+    come = fork = cancel = evict = another_process = wait = None
+
+    def run(self, number: int, count: int) -> None:
+        super().run(number, count)
+
+    def decode(self, number: int, fresh: list[int]) -> None:
+        super().decode(number, fresh)
+
+    def finish(self, number: int) -> None:
+        super().finish(number)
+
+
+FOCUS: dict[str, dict[str, Any]] = {
+    "nothing is verified": dict(troubles=["damage", Flip(bit=300)]),
+    "no label is compared": dict(troubles=["swap"]),
+    "late writes are not refused": dict(
+        fixed=dict(upper=Write.THROUGH, paused=True, in_flight=1 << 20),
+        trouble=None,
+        delay=None,
+        meanwhile=None,
+    ),
+    "late is as good as in time": dict(fixed=dict(paused=False), trouble=None),
+    "a component that fails is passed over": dict(troubles=["a component"]),
+    "completed is as good as succeeded": dict(troubles=["down", Fail("put")], fixed=dict(ttl=None)),
+}
+"""Where a fault shows soonest."""
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put, expected = FAULTS[fault]
     put(monkeypatch)
+    machine = type("Machine", (Focused,), FOCUS[fault]) if fault in FOCUS else TierMachine
     with pytest.raises(AssertionError, match=expected):
-        play(TierMachine, max_examples=ENOUGH, report_multiple_bugs=False)
+        play(machine, max_examples=ENOUGH, report_multiple_bugs=False)

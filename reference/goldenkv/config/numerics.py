@@ -32,6 +32,7 @@ class Numerics:
         index_block: compressed entries scored at a time by the indexer.
         key_block: compressed entries at a time in HCA attention.
         fake_quantisation: round KV to E4M3 and indexer queries and keys to E2M1, as the published code does.
+        implementation: "xla", the reference, or the name of an installed package of kernels: "pallas".
     """
 
     dtype: str = "float32"
@@ -39,6 +40,7 @@ class Numerics:
     index_block: int = 256
     key_block: int = 32
     fake_quantisation: bool = False
+    implementation: str = "xla"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):

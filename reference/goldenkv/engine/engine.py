@@ -11,6 +11,7 @@ import numpy as np
 
 from ..config import ModelConfig, Numerics
 from ..model import mtp
+from ..model.core import core_of
 from ..model.tile import Probe, run_tile
 from ..model.weights import Model
 from ..state.fingerprint import fingerprint, weights_digest
@@ -38,7 +39,7 @@ class Engine(Sequences):
         poison: fill freed pages and boundary states with NaN: shows a use after freeing.
 
     Raises:
-        ValueError: sizes that do not fit the configuration.
+        ValueError: sizes that do not fit the configuration, or an implementation that is not installed.
     """
 
     aligned = True
@@ -61,6 +62,7 @@ class Engine(Sequences):
     ) -> None:
         numerics = numerics or Numerics()
         numerics.check(config)
+        core_of(numerics)
         if not 1 <= max_length <= config.max_position_embeddings:
             raise ValueError(
                 f"{max_length=} must lie in 1 .. {config.max_position_embeddings} (the model's positions)"

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ..config import LayerKind, ModelConfig, Numerics
-from ..ops import attend, compress, index, quant
+from ..ops import attend, compress, quant
 from ..ops.linear import grouped_output, project
 from ..ops.norm import rms_norm
 from ..ops.rope import frequencies, rotate
 from ..state import pool as pools
 from . import weights as w
+from .core import Core, core_of
 
 Buffers = dict[str, Array]
 """The device state of one layer, by buffer name."""
@@ -75,9 +75,20 @@ class Place:
     def frequency(self) -> np.ndarray:
         return layer_frequencies(self.config, self.layer)
 
-    def blocks(self, size: int) -> Array:
-        """Blocks of `size` entries that hold every entry the tile's last row could see."""
-        return (self.tile.stop // self.ratio + size - 1) // size
+    @property
+    def core(self) -> Core:
+        """What computes the parts that a kernel can stand for."""
+        return core_of(self.numerics)
+
+    @property
+    def seen(self) -> Array:
+        """Entries that the tile's last row could see, live or not."""
+        return self.tile.stop // self.ratio
+
+    @property
+    def written(self) -> Array:
+        """Entries that there are."""
+        return self.tile.end // self.ratio
 
 
 class Selection(NamedTuple):
@@ -102,35 +113,36 @@ def attention(
     q = project(q_latent, a.q_up[...]).reshape(-1, config.num_attention_heads, config.head_dim)
     q = rotate(rms_norm(q, None, eps), tile.positions, at.frequency)
     kv = rotate(rms_norm(project(x, a.kv[...]), a.kv_norm[...], eps), tile.positions, at.frequency)
-    state = _absorb_window(attend.start(*q.shape), q, _quantise_kv(kv, at), buffers, at)
+    window, visible = _window(_quantise_kv(kv, at), buffers, at)
 
-    selection = None
-    if a.compressor is not None:
+    selection, sinks = None, a.sinks[...]
+    if a.compressor is None:
+        heads = at.core.window_attention(q, window, visible, sinks)
+    else:
         _write_entries(a.compressor, x, buffers, "rows", "entries", _quantise_kv, at)
         counts = jnp.where(tile.live, compress.visible_entries(tile.positions, at.ratio), 0)
+        pages, table = buffers["entries"], tile.table
         if a.indexer is not None:
             selection = _select(a.indexer, x, q_latent, buffers, counts, at)
-            chosen = selection.ids >= 0
-            entries = pools.read_entries(buffers["entries"], tile.table, selection.ids, chosen)
-            state = attend.absorb_selected(state, q, entries, chosen)
+            heads = at.core.sparse_attention(q, window, visible, pages, table, selection.ids, sinks)
         else:
-            state = _absorb_entries(state, q, buffers["entries"], counts, at)
-
-    heads = rotate(attend.finish(state, a.sinks[...]), tile.positions, at.frequency, inverse=True)
+            heads = at.core.dense_attention(
+                q, window, visible, pages, table, counts, sinks, seen=at.seen, written=at.written
+            )
+    heads = rotate(heads, tile.positions, at.frequency, inverse=True)
     return grouped_output(heads.astype(x.dtype), a.out_group[...], a.out[...]), buffers, selection
 
 
-def _absorb_window(
-    state: attend.Softmax, q: Float[Array, "t h d"], kv: Float[Array, "t d"], buffers: Buffers, at: Place
-) -> attend.Softmax:
-    """Writes the tile's KV rows to the ring, then attends to the rows from W before the tile to its end."""
+def _window(
+    kv: Float[Array, "t d"], buffers: Buffers, at: Place
+) -> tuple[Float[Array, "w d"], Bool[Array, "t w"]]:
+    """Writes the tile's KV rows to the ring. Returns rows W before the tile to its end, and who sees them."""
     tile, window = at.tile, at.config.sliding_window
     buffers["window"] = pools.write_ring(buffers["window"], tile.slot, tile.positions, tile.live, kv)
     positions = tile.first - window + jnp.arange(window + len(kv), dtype=jnp.int32)
     exists = tile.exist(positions)
     keys = pools.read_ring(buffers["window"], tile.slot, positions, exists)
-    visible = attend.window_visible(tile.positions, positions, window) & exists & tile.live[:, None]
-    return attend.absorb(state, q, keys, visible)
+    return keys, attend.window_visible(tile.positions, positions, window) & exists & tile.live[:, None]
 
 
 def _write_entries(
@@ -159,10 +171,9 @@ def _write_entries(
         buffers[f"{rows_name}_{name}"] = ring
         found = pools.read_ring(ring, tile.slot, positions, exists)
         raw.append(jnp.where(exists[:, None], found, absent).reshape(blocks, ratio, -1))
-    pooled = compress.pool_rows(*(compress.overlap_blocks(*raw) if overlap else raw))
-    entries = compress.finish_entries(
-        pooled, compressor.norm[...], ids * ratio, at.frequency, at.config.rms_norm_eps
-    )
+    kv, score = raw
+    norm, eps = compressor.norm[...], at.config.rms_norm_eps
+    entries = at.core.entries(kv, score, norm, ids * ratio, at.frequency, overlap=overlap, eps=eps)
     pages, ends = buffers[entries_name], (ids + 1) * ratio
     done = (ends > jnp.maximum(tile.begin, tile.kept)) & (ends <= tile.end)
     entries = quantise(entries.astype(pages.dtype), at)
@@ -178,35 +189,15 @@ def _select(
     at: Place,
 ) -> Selection:
     """The entries that each query attends to, by blocks of index keys (equations 14-17)."""
-    tile, config, block = at.tile, at.config, at.numerics.index_block
+    tile, config = at.tile, at.config
     _write_entries(indexer.compressor, x, buffers, "index_rows", "index_keys", _quantise_index, at)
     heads, dim = config.index_n_heads, config.index_head_dim
     q = project(q_latent, indexer.q[...]).reshape(-1, heads, dim)
     q = _quantise_index(rotate(q, tile.positions, at.frequency), at)
     weight = project(x, indexer.head_weight[...]).astype(jnp.float32) * (dim**-0.5 * heads**-0.5)
-
-    def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-        ids = i * block + jnp.arange(block, dtype=jnp.int32)
-        keys = pools.read_entries(buffers["index_keys"], tile.table, ids, ids < tile.end // at.ratio)
-        scores = index.index_scores(q, keys, weight)
-        return index.merge_top_k(best, scores, ids, ids[None, :] < counts[:, None])
-
-    best = lax.fori_loop(0, at.blocks(block), step, index.no_selection(len(x), config.index_topk))
-    return Selection(best[1], q, weight)
-
-
-def _absorb_entries(
-    state: attend.Softmax, q: Float[Array, "t h d"], pages: Array, counts: Int32[Array, " t"], at: Place
-) -> attend.Softmax:
-    """HCA: every visible entry, by blocks."""
-    block = at.numerics.key_block
-
-    def step(i: Array, state: attend.Softmax) -> attend.Softmax:
-        ids = i * block + jnp.arange(block, dtype=jnp.int32)
-        entries = pools.read_entries(pages, at.tile.table, ids, ids < at.tile.end // at.ratio)
-        return attend.absorb(state, q, entries, ids[None, :] < counts[:, None])
-
-    return lax.fori_loop(0, at.blocks(block), step, state)
+    keys, top_k = buffers["index_keys"], config.index_topk
+    ids = at.core.select(q, keys, tile.table, weight, counts, top_k, seen=at.seen, written=at.written)
+    return Selection(ids, q, weight)
 
 
 def layer_frequencies(config: ModelConfig, layer: int) -> np.ndarray:

@@ -191,7 +191,7 @@ class Loader:
                 continue
         self.release([loaded])
         if self._epochs.late(loaded.item.label.address, epoch):
-            for shelf in shelves:
+            for shelf in self._shelves:
                 shelf.discard(loaded.item.label.address)
 
     def _throw_away(self, future: Future[Loaded | StoreError]) -> None:

@@ -61,13 +61,15 @@ class Mover:
         self.page_size = page_size
         self._clock = clock
         self._lost: deque[Address] = deque()
-        self._shelves = [Shelf(tier, page_size, self.metrics, self._lost.append, clock) for tier in tiers]
+        self._epochs = Epochs()
+        self._shelves = [
+            Shelf(tier, page_size, self.metrics, self._lost.append, clock, self._epochs) for tier in tiers
+        ]
         for upper, lower in zip(self._shelves, self._shelves[1:], strict=False):
             upper.below = lower if lower.tier.write is Write.BACK else None
         self._own = ThreadPoolExecutor(4, thread_name_prefix="goldenkv-mover") if workers is None else None
         executor = workers or self._own
         assert executor is not None
-        self._epochs = Epochs()
         self.down = Saver(self._shelves, executor, self.metrics, self._epochs, clock, in_flight, patience)
         self.up = Loader(self._shelves, executor, self.metrics, self._epochs, clock, verify)
 

@@ -119,7 +119,7 @@ class Saver:
             except StoreError:
                 continue  # the shelf has counted it
         if self._epochs.late(address, epoch):  # its namespace was deleted meanwhile: a late write
-            for shelf in wanted:
+            for shelf in self._shelves:  # others can have pushed it down already
                 shelf.discard(address)
             return False
         return kept

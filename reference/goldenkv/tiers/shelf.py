@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..prefix import Strategy
+from .epochs import Epochs
 from .errors import Corrupt, Foreign, Full, Missing, OverQuota, StoreError, Unavailable
 from .metrics import TierMetrics
 from .objects import Address, Head, Item, Kind
@@ -66,6 +67,7 @@ class Shelf:
         metrics: where it counts.
         lost: told what has left this tier without getting into the one below.
         clock: seconds, from anywhere.
+        epochs: of what is deleted while copies are under way.
     """
 
     below: Shelf | None = None
@@ -78,9 +80,11 @@ class Shelf:
         metrics: TierMetrics,
         lost: Callable[[Address], None],
         clock: Callable[[], float] = time.monotonic,
+        epochs: Epochs | None = None,
     ) -> None:
         self.tier, self.store, self.name = tier, tier.store, tier.store.name
         self._page_size, self._metrics, self._lost, self._clock = page_size, metrics, lost, clock
+        self._epochs = epochs or Epochs()
         self._residents = Residents(tier.strategy)
         self._lock = threading.Lock()
         self._down_until = -float("inf")
@@ -232,11 +236,15 @@ class Shelf:
         kept = below is not None and below.exists([address])[0]
         if below is not None and not kept:
             try:
+                epoch = self._epochs.of(address)
                 item = self.store.get(address)
                 item.check()  # it may have been damaged on its way from the store
                 below.put(item)
-                self._metrics.demoted(self.name)
-                kept = True
+                if self._epochs.late(address, epoch):
+                    below.discard(address)
+                else:
+                    self._metrics.demoted(self.name)
+                    kept = True
             except StoreError as error:  # it could not be kept: then it is nowhere, not half there
                 if not isinstance(error, Missing):
                     self._metrics.failed(self.name, "demote", error.reason)

@@ -46,9 +46,9 @@ class Stats:
 class Store(ABC):
     """Objects by address.
 
-    An object is there whole or not at all: nothing can be found before it is complete, and a `put` that raises
-    leaves nothing of its object (what was under that address before may be gone). Over a network one more
-    thing can happen: a `put` that was not answered in time, `Unavailable`, is carried out later, whole.
+    An object is there whole or not at all: nothing can be found before it is complete, and a `put` that
+    raises leaves nothing of its object (what was under that address before may be gone). Over a network one
+    more thing can happen: a `put` that was not answered in time, `Unavailable`, is carried out later, whole.
 
     What is read is verified: what comes back has the bits that were put under exactly this address, or an
     error is raised.
