@@ -1041,7 +1041,7 @@ FOCUS: dict[str, dict[str, Any]] = {
         delay=None,
         meanwhile=None,
     ),
-    "late is as good as in time": dict(fixed=dict(paused=False), trouble=None),
+    "late is as good as in time": dict(fixed=dict(paused=False), troubles=["a component"]),
     "a component that fails is passed over": dict(troubles=["a component"]),
     "completed is as good as succeeded": dict(troubles=["down", Fail("put")], fixed=dict(ttl=None)),
 }

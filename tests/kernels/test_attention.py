@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.export import DisabledSafetyCheck, export
 
 from goldenkv.ops import attend
+from goldenkv.state.formats import element_type
 from goldenkv.state.layouts import PageLayout, pack_page, page_layout, read_page
 from goldenkv_kernels.attention import AttentionConfig, default_config, dense_attention, sparse_attention
 
@@ -37,6 +38,9 @@ COUNT = ROWS * PAGES
 EDGES = [0, 1, ROWS - 1, ROWS, ROWS + 1, 15, 16, 17, 31, 32, 33, COUNT - 1, COUNT]
 
 
+Arrays = dict[str, np.ndarray]
+
+
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
@@ -55,11 +59,11 @@ def case(
     top_k: int = TOP_K,
     rows: int = ROWS,
     pages: int = PAGES,
-) -> tuple[dict[str, jax.Array], PageLayout | None]:
+) -> tuple[Arrays, PageLayout | None]:
     """Arguments of both kernels by name, `ids` and `counts` among them, and the layout of native pages.
 
-    Poison stands in window rows that no query sees, in entries that none selected and that lie beyond every
-    count, in pages that nobody owns, and in the table behind a sequence's last page.
+    Poison stands in window rows that no query sees, in entries beyond every count, in pages that nobody owns,
+    and in the table behind a sequence's last page. All in NumPy: each eager step of JAX would compile.
     """
     rng = np.random.default_rng(seed)
     native, dtype = kind.startswith("fp8"), kind.split()[-1]
@@ -91,14 +95,14 @@ def case(
                 stored[table[b, i]] = np.frombuffer(page, np.uint8)
         table[b, -(-most // rows) :] = rng.choice([-9, 10**6])
     arrays = {
-        "q": jnp.asarray(2 * normal(rng, batch, tokens, heads, dim), dtype),
-        "window": jnp.asarray(keys, dtype),
-        "window_visible": jnp.asarray(visible),
-        "pages": jnp.asarray(stored) if native else jnp.asarray(stored, dtype),
-        "table": jnp.asarray(table),
-        "sinks": jnp.asarray(normal(rng, heads)),
-        "ids": jnp.asarray(ids),
-        "counts": jnp.asarray(counts),
+        "q": (2 * normal(rng, batch, tokens, heads, dim)).astype(element_type(dtype)),
+        "window": keys.astype(element_type(dtype)),
+        "window_visible": visible,
+        "pages": stored if native else stored.astype(element_type(dtype)),
+        "table": table,
+        "sinks": normal(rng, heads),
+        "ids": ids,
+        "counts": counts,
     }
     return arrays, layout
 
@@ -122,18 +126,17 @@ EACH = pytest.mark.parametrize("which", RUNS)
 CSA, HCA = jax.jit(attend.csa_attention), jax.jit(partial(attend.hca_attention, key_block=1024))
 
 
-def entries_of(x: dict[str, jax.Array], layout: PageLayout | None, sequence: int) -> jax.Array:
+def entries_of(x: Arrays, layout: PageLayout | None, sequence: int) -> np.ndarray:
     """Every entry of a sequence [n, d], as they are read back; those of pages that do not exist are NaN."""
-    pages, table = np.asarray(x["pages"]), np.asarray(x["table"])[sequence]
+    pages, table = x["pages"], x["table"][sequence]
     if layout is not None:
         pages = np.stack([read_page(page, layout)["rows"] for page in pages])
-    rows = pages[np.clip(table, 0, len(pages) - 1)].astype(np.float32)
-    return jnp.asarray(
-        np.where((table == np.clip(table, 0, len(pages) - 1))[:, None, None], rows, np.nan)
-    ).reshape(-1, pages.shape[-1])
+    held = (table >= 0) & (table < len(pages))
+    rows = pages[np.where(held, table, 0)].astype(np.float32)
+    return np.where(held[:, None, None], rows, np.float32(np.nan)).reshape(-1, rows.shape[-1])
 
 
-def by_ops(x: dict[str, jax.Array], layout: PageLayout | None, which: str) -> np.ndarray:
+def by_ops(x: Arrays, layout: PageLayout | None, which: str) -> np.ndarray:
     """The op, one sequence after the other."""
     out = []
     for b in range(len(x["q"])):
@@ -142,24 +145,21 @@ def by_ops(x: dict[str, jax.Array], layout: PageLayout | None, which: str) -> np
         if which == "sparse":
             out.append(CSA(*shared, x["ids"][b], x["sinks"]))
         else:
-            out.append(HCA(*shared, jnp.arange(len(entries)) < x["counts"][b][:, None], x["sinks"]))
+            out.append(HCA(*shared, np.arange(len(entries)) < x["counts"][b][:, None], x["sinks"]))
     return np.stack([np.asarray(heads) for heads in out])
 
 
-def tolerance(
-    x: dict[str, jax.Array], layout: PageLayout | None, which: str, sums: float = SUMS
-) -> np.ndarray:
+def tolerance(x: Arrays, layout: PageLayout | None, which: str, sums: float = SUMS) -> np.ndarray:
     """[b, t, h, d]: in bfloat16 HALF_ULP times the sum of weight * |key|, and `sums` in any case."""
     out = np.zeros(x["q"].shape)
     if x["q"].dtype == jnp.float32:
         return out + sums
     for b, t in np.ndindex(*out.shape[:2]):
-        entries, window = np.asarray(entries_of(x, layout, b)), np.asarray(x["window"][b], np.float64)
-        ids = np.asarray(x["ids"])[b, t]
-        chosen = entries[ids[ids >= 0]] if which == "sparse" else entries[: int(x["counts"][b, t])]
-        keys = np.concatenate([window[np.asarray(x["window_visible"])[b, t]], chosen])
-        weight = np.exp(np.asarray(x["q"][b, t], np.float64) @ keys.T * out.shape[-1] ** -0.5)
-        total = weight.sum(axis=1) + np.exp(np.asarray(x["sinks"], np.float64))
+        entries, ids = entries_of(x, layout, b), x["ids"][b, t]
+        chosen = entries[ids[ids >= 0]] if which == "sparse" else entries[: x["counts"][b, t]]
+        keys = np.concatenate([x["window"][b][x["window_visible"][b, t]], chosen]).astype(np.float64)
+        weight = np.exp(x["q"][b, t].astype(np.float64) @ keys.T * out.shape[-1] ** -0.5)
+        total = weight.sum(axis=1) + np.exp(x["sinks"].astype(np.float64))
         out[b, t] = weight @ np.abs(keys) / total[:, None]
     return sums + HALF_ULP * out
 
@@ -171,6 +171,18 @@ def close(got, expected, bound) -> bool:
     return bool(share <= 1)
 
 
+def finite(array: np.ndarray) -> np.ndarray:
+    """0 for every NaN."""
+    return np.where(np.isnan(array), np.zeros((), array.dtype), array)
+
+
+def put(array: np.ndarray, at, value) -> np.ndarray:
+    """A copy with `value` there."""
+    copy = array.copy()
+    copy[at] = value
+    return copy
+
+
 def bits(x) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.uint32)
 
@@ -179,7 +191,7 @@ def equal(got, expected) -> bool:
     return np.array_equal(bits(got), bits(expected))
 
 
-def one(x: dict[str, jax.Array], b: int, t: int) -> dict[str, jax.Array]:
+def one(x: Arrays, b: int, t: int) -> dict[str, jax.Array]:
     """The same arguments with one query of one sequence alone."""
     alone = {name: x[name][b : b + 1, t : t + 1] for name in ("q", "window_visible", "ids", "counts")}
     return x | alone | {name: x[name][b : b + 1] for name in ("window", "table")}
@@ -190,7 +202,7 @@ def one(x: dict[str, jax.Array], b: int, t: int) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @BOTH
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 999), edges=st.lists(st.sampled_from(EDGES), min_size=3, max_size=3))
 def test_the_kernels_are_the_ops(implementation: str, kind: str, seed: int, edges: list[int]) -> None:
     x, layout = case(seed, kind, [edges, edges[::-1]])
@@ -206,13 +218,13 @@ def test_the_kernels_are_the_ops(implementation: str, kind: str, seed: int, edge
 @EACH
 def test_mutants_are_far_outside_the_tolerance(which: str, kind: str) -> None:
     x, layout = case(1, kind, COUNT - 1)
-    x["window"] = jnp.nan_to_num(x["window"])
+    x["window"] = finite(x["window"])
     expected, bound = by_ops(x, layout, which), tolerance(x, layout, which)
     mutants = {
-        "no sinks": {"sinks": jnp.full(HEADS, -jnp.inf)},
-        "another scale": {"q": x["q"] * 2},
-        "one entry less": {"ids": x["ids"].at[:, :, ::9].set(-1), "counts": x["counts"] - 1},
-        "another page": {"table": x["table"].at[:, 0].set(x["table"][:, 1])},
+        "no sinks": {"sinks": np.full(HEADS, -np.inf, np.float32)},
+        "another scale": {"q": x["q"] + x["q"]},
+        "entries less": {"ids": put(x["ids"], np.s_[:, :, ::9], -1), "counts": x["counts"] - 1},
+        "another page": {"table": put(x["table"], np.s_[:, 0], x["table"][:, 1])},
         "another window row": {"window_visible": ~x["window_visible"]},
     }
     for name, change in mutants.items():
@@ -223,10 +235,9 @@ def test_mutants_are_far_outside_the_tolerance(which: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "which, kind",
     [
-        ("sparse", "bfloat16"),
         ("sparse", "fp8 in bfloat16"),
-        ("dense", "fp8 in bfloat16"),
-        ("dense", "float32"),
+        ("sparse", "float32"),
+        ("dense", "bfloat16"),
     ],
 )
 def test_flash_shapes(which: str, kind: str) -> None:
@@ -236,7 +247,7 @@ def test_flash_shapes(which: str, kind: str) -> None:
     expected, bound = by_ops(x, layout, which), tolerance(x, layout, which, LONG_SUMS)
     for implementation in ("pallas", "xla"):
         assert close(RUNS[which](x, layout, implementation=implementation), expected, bound)
-    assert not close(RUNS[which](x | {"q": 1.1 * x["q"]}, layout), expected, 2 * bound)
+    assert not close(RUNS[which](x | {"q": x["q"] + x["q"]}, layout), expected, 2 * bound)
 
 
 @BOTH
@@ -264,27 +275,25 @@ def test_inside_a_jitted_program(implementation: str) -> None:
 def test_a_query_that_sees_nothing_returns_zero(which: str, implementation: str) -> None:
     run = partial(RUNS[which], implementation=implementation, config=CONFIG[which])
     x, _ = case(4, counts=[[0, 5, 0], [0, 0, 0]])
-    x["window_visible"] = x["window_visible"].at[0, 0].set(False).at[1].set(False)
-    x["window"] = jnp.where(jnp.any(x["window_visible"], axis=1)[:, :, None], x["window"], jnp.nan)
+    x["window_visible"][0, 0] = x["window_visible"][1] = False
+    x["window"][~x["window_visible"].any(axis=1)] = np.nan
     got = run(x)
     assert not bits(got[0, 0]).any() and not bits(got[1]).any()
     assert np.isfinite(got).all() and got[0, 1].any()
-    without = run(x | {"sinks": jnp.full(HEADS, -jnp.inf)})
+    without = run(x | {"sinks": np.full(HEADS, -np.inf, np.float32)})
     assert not bits(without[0, 0]).any() and np.isfinite(without).all()
 
 
 @BOTH
 def test_empty_arrays(implementation: str) -> None:
-    how = {"implementation": implementation, "config": SPLIT}
+    how = {"implementation": implementation, "config": WHOLE}
     x, _ = case(5, counts=0)
     nothing = x | {"ids": x["ids"][:, :, :0], "table": x["table"][:, :0]}
     for name, run in RUNS.items():
         np.testing.assert_allclose(run(nothing, **how), by_ops(x, None, name), rtol=0, atol=SUMS)
-    without_table = sparse(x | {"table": nothing["table"]}, **how)
-    np.testing.assert_allclose(without_table, by_ops(x, None, "sparse"), rtol=0, atol=SUMS)
 
     x, _ = case(6)
-    x["window_visible"] = jnp.zeros_like(x["window_visible"])
+    x["window_visible"][:] = False
     expected = by_ops(x, None, "sparse")
     x |= {"window": x["window"][:, :0], "window_visible": x["window_visible"][:, :, :0]}
     np.testing.assert_allclose(sparse(x, **how), expected, rtol=0, atol=SUMS)
@@ -300,17 +309,17 @@ def test_what_is_not_held_counts_as_none(which: str, implementation: str) -> Non
     """Ids and counts beyond the table, pages beyond the pool, negative numbers: as -1, and never read."""
     run = partial(RUNS[which], implementation=implementation, config=CONFIG[which])
     x, _ = case(7, counts=COUNT)
-    x["window"] = jnp.nan_to_num(x["window"])
+    x["window"] = finite(x["window"])
+    x["ids"][:, :, ::5] = -1
     expected = run(x)
     odd = x | {
-        "ids": jnp.where(x["ids"] < 0, jnp.asarray([-7, COUNT, 2**31 - 1] * 12 + [-1]), x["ids"]),
+        "ids": np.where(x["ids"] < 0, np.int32([-7, COUNT, 2**31 - 1] * 12 + [-1]), x["ids"]),
         "counts": x["counts"] + 1000,
     }
     assert equal(run(odd), expected)
     for page in (-1, len(x["pages"]), 2**31 - 1):
-        lost = x | {"table": x["table"].at[:, 2].set(page)}
-        ids = x["ids"]
-        less = lost | {"ids": jnp.where(ids // ROWS == 2, -1, ids)}
+        lost = x | {"table": put(x["table"], np.s_[:, 2], page)}
+        less = lost | {"ids": np.where(x["ids"] // ROWS == 2, np.int32(-1), x["ids"])}
         assert equal(run(lost), run(less))
         assert not equal(run(lost), expected)
 
@@ -321,29 +330,39 @@ def test_what_is_not_held_counts_as_none(which: str, implementation: str) -> Non
 def test_what_no_query_sees_may_hold_anything(which: str, kind: str, implementation: str) -> None:
     """`case` puts NaN everywhere there; here it is 0 instead, and the bits are the same."""
     x, layout = case(8, kind, 17)
-    clean = x | {
-        "window": jnp.nan_to_num(x["window"]),
-        "pages": jnp.nan_to_num(x["pages"]) if layout is None else _without_poison(x, layout),
-    }
+    x["ids"][x["ids"] == 3] = -1
+    clean = x | {"window": finite(x["window"]), "pages": without_poison(x, layout)}
+    if which == "sparse":  # nobody selected entry 3
+        x["pages"] = put(x["pages"], entry(x, layout, 3), np.nan if layout is None else 0xFF)
     run = partial(RUNS[which], layout=layout, implementation=implementation, config=CONFIG[which])
     got = run(x)
     assert equal(got, run(clean)) and np.isfinite(got).all()
-    seen = jnp.argmax(x["window_visible"][0, 0])
-    broken = run(x | {"window": x["window"].at[0, seen].set(jnp.nan)})
-    assert np.isnan(broken[0, 0]).any() and equal(broken[1], got[1])  # the check can fail
+    for name, at, poison in (
+        ("window", (0, x["window_visible"][0, 0].argmax()), np.nan),
+        ("pages", entry(x, layout, 5), np.nan if layout is None else 0xFF),
+    ):
+        assert np.isnan(run(x | {name: put(x[name], at, poison)})[0, 0]).any()  # the check can fail
 
 
-def _without_poison(x: dict[str, jax.Array], layout: PageLayout) -> jax.Array:
-    """Native pages in which nothing but the rows of a sequence is left."""
-    pages, table = np.asarray(x["pages"]), np.asarray(x["table"])
-    clean = np.zeros_like(pages)
-    for b in range(len(table)):
-        left = int(np.asarray(x["counts"])[b].max())
-        for page in table[b, : -(-left // layout.rows)]:
-            rows = read_page(pages[page], layout)["rows"][:left]
+def entry(x: Arrays, layout: PageLayout | None, number: int) -> tuple:
+    """Where an entry of every sequence lies in the pages: its row, or what of a native one is no scale."""
+    page, row = x["table"][:, number // ROWS], number % ROWS
+    if layout is None:
+        return page, row
+    width = sum(field.nbytes for field in layout.sections[0])
+    return page, slice(row * width, (row + 1) * width)
+
+
+def without_poison(x: Arrays, layout: PageLayout | None) -> np.ndarray:
+    """Pages in which everything is 0 but the rows of a sequence."""
+    if layout is None:
+        return finite(x["pages"])
+    clean = np.zeros_like(x["pages"])
+    for table, counts in zip(x["table"], x["counts"], strict=True):
+        for i, page in enumerate(table[: -(-counts.max() // layout.rows)]):
+            rows = read_page(x["pages"][page], layout)["rows"][: counts.max() - i * layout.rows]
             clean[page] = np.frombuffer(pack_page(rows, layout), np.uint8)
-            left -= layout.rows
-    return jnp.asarray(clean)
+    return clean
 
 
 @EACH
@@ -351,21 +370,24 @@ def test_a_row_that_another_query_sees_does_not_matter_either(which: str) -> Non
     """Stricter than the ops: NaN in a row reaches the queries that see it, and no others."""
     run = partial(RUNS[which], config=CONFIG[which])
     x, _ = case(9, counts=[[4, 20, 20], [4, 20, 20]])
-    x["window"] = jnp.nan_to_num(x["window"])
+    x["window"] = finite(x["window"])
     got = run(x)
-    x["pages"] = x["pages"].at[x["table"][:, 2]].set(jnp.nan)  # entries 8 .. 11
+    x["pages"][x["table"][:, 2]] = np.nan  # entries 8 .. 11
     poisoned = run(x)
     assert equal(poisoned[:, 0], got[:, 0]) and np.isnan(poisoned[:, 1:]).any()
 
 
 def test_all_ones_give_one() -> None:
-    """openxla/xla#19780: chained products of ones, whose answer is exact."""
-    x, _ = case(10, "bfloat16", COUNT, heads=16, dim=64)
-    ones = x | {name: jnp.ones_like(x[name]) for name in ("q", "window", "pages")}
-    ones |= {"sinks": jnp.full(16, -jnp.inf), "window_visible": jnp.ones_like(x["window_visible"])}
-    ones["ids"] = jnp.broadcast_to(jnp.arange(TOP_K, dtype=jnp.int32), x["ids"].shape)
+    """openxla/xla#19780: chained products of ones, whose answer is exact: 19 rows and 13 entries, 32 keys."""
+    x, _ = case(10, "bfloat16", COUNT)
+    ones = x | {name: np.ones_like(x[name]) for name in ("q", "window", "pages", "window_visible")}
+    ones |= {"sinks": np.full_like(x["sinks"], -np.inf), "counts": np.full_like(x["counts"], 13)}
+    ones["ids"] = put(x["ids"], np.s_[:, :, 13:], -1)
     for which, run in RUNS.items():
         np.testing.assert_array_equal(run(ones, config=CONFIG[which]), 1)
+        ones["window"][:, 4] = 2
+        np.testing.assert_array_equal(run(ones | {"q": 0 * x["q"]}, config=CONFIG[which]), 33 / 32)
+        ones["window"][:, 4] = 1
 
 
 # Batch invariance -------------------------------------------------------------------------------------------
@@ -374,45 +396,41 @@ def test_all_ones_give_one() -> None:
 @pytest.mark.parametrize(
     "which, config, kind",
     [
-        ("sparse", SPLIT, "float32"),
-        ("sparse", WHOLE, "bfloat16"),
+        ("sparse", SPLIT, "bfloat16"),
         ("dense", WHOLE, "float32"),
         ("dense", SPLIT, "fp8 in bfloat16"),
     ],
-    ids=["sparse split", "sparse bf16", "dense", "dense split fp8"],
+    ids=["sparse split", "dense", "dense split"],
 )
 def test_bits_depend_on_nothing_else(which: str, config: AttentionConfig, kind: str) -> None:
     x, layout = case(11, kind, [[33, 5, 44], [17, 44, 1]])
-    x["window"] = jnp.nan_to_num(x["window"])
+    x["window"] = finite(x["window"])
     run = partial(RUNS[which], layout=layout, config=config)
     got = run(x)
     for b, t in ((0, 0), (1, 1)):
         assert equal(run(one(x, b, t))[0, 0], got[b, t]), "alone or in a batch"
     other, _ = case(12, kind, 9)
-    mixed = x | {n: x[n].at[0].set(other[n][0]) for n in ("q", "window_visible", "ids", "counts")}
+    mixed = x | {n: put(x[n], 0, other[n][0]) for n in ("q", "window_visible", "ids", "counts")}
     assert equal(run(mixed)[1], got[1]), "whatever the other sequence does"
 
     order = np.random.default_rng(0).permutation(3 * len(x["pages"]))[: len(x["pages"])]
-    places = jnp.asarray(order, jnp.int32)
-    larger = jnp.full((3 * len(order), *x["pages"].shape[1:]), 0xFF if layout else jnp.nan, x["pages"].dtype)
+    larger = np.full((3 * len(order), *x["pages"].shape[1:]), 0xFF if layout else np.nan, x["pages"].dtype)
     held = (x["table"] >= 0) & (x["table"] < len(order))
-    table = jnp.where(held, places[jnp.where(held, x["table"], 0)], -1)
+    table = np.where(held, order[np.where(held, x["table"], 0)], -1).astype(np.int32)
     moved = x | {
-        "pages": larger.at[places].set(x["pages"]),
-        "table": jnp.pad(table, ((0, 0), (0, 30)), constant_values=order[0]),
-        "ids": jnp.pad(x["ids"], ((0, 0), (0, 0), (0, 30)), constant_values=-1),
+        "pages": put(larger, order, x["pages"]),
+        "table": np.pad(table, ((0, 0), (0, 30)), constant_values=order[0]),
+        "ids": np.pad(x["ids"], ((0, 0), (0, 0), (0, 30)), constant_values=-1),
     }
     assert equal(run(moved), got), "wherever its pages lie, whatever there could have been"
 
 
-@EACH
-def test_a_split_that_follows_the_batch_would_change_bits(which: str) -> None:
+def test_a_split_that_follows_the_batch_would_change_bits() -> None:
     """The control of the test above, and why `keys_per_split` is part of the config."""
-    run = RUNS[which]
     x, _ = case(11, counts=44)
-    x["window"] = jnp.nan_to_num(x["window"])
-    got = run(x, config=SPLIT)
-    follows = run(one(x, 0, 0), config=replace(SPLIT, keys_per_split=32))
+    x["window"] = finite(x["window"])
+    got = dense(x, config=SPLIT)
+    follows = dense(one(x, 0, 0), config=replace(SPLIT, keys_per_split=32))
     assert not equal(follows[0, 0], got[0, 0])
     np.testing.assert_allclose(follows[0, 0], got[0, 0], rtol=0, atol=SUMS)
 
@@ -486,10 +504,12 @@ def lowered(function, x, **how) -> str:
 MICRO = {"heads": 3, "dim": 16, "rope": 4, "window": 8, "top_k": 2, "rows": 4, "pages": 3}
 
 
-@pytest.mark.parametrize("sizes", [{}, MICRO], ids=["flash", "micro"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_lowering_for_cuda(kind: str, sizes: dict[str, int]) -> None:
-    selected, counted, layout = shapes(kind, **sizes)
+@pytest.mark.parametrize(
+    "kind, size",
+    [(kind, "flash") for kind in KINDS[:2] + KINDS[3:]] + [(kind, "micro") for kind in KINDS[::2]],
+)
+def test_lowering_for_cuda(kind: str, size: str) -> None:
+    selected, counted, layout = shapes(kind, **(MICRO if size == "micro" else {}))
     for split in (None, 64):
         config = default_config(kind.split()[-1], layout is not None)
         how = {"layout": layout, "config": replace(config, keys_per_split=split)}

@@ -18,47 +18,17 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import SingleDeviceSharding
 
 from . import cases, controls
+from .h200 import TARGET, absent_device
 from .machine import inner_jaxprs, kernel_name
-
-DEVICE = "NVIDIA H200"
-PROCESSORS = 132
-H200 = f"""
-gpu_device_info {{
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  core_count: {PROCESSORS}
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000
-  device_memory_size: 151397597184
-  l2_cache_size: 52428800
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_core: 233472
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-}}
-platform_name: "CUDA"
-runtime_version {{ major: 13 }}
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{DEVICE}"
-"""
-"""The data sheet, as a `GpuTargetConfigProto`."""
 
 
 def main(folder: Path, toolkit: Path, wanted: list[str]) -> None:
     """Prints what became of each wanted case."""
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET)
     sharding = SingleDeviceSharding(topology.devices[0])
-    device = AbstractDevice(device_kind=DEVICE, platform="cuda", num_cores=PROCESSORS)
     said = subprocess.run([toolkit / "bin" / "ptxas", "--version"], capture_output=True, text=True).stdout
     found: dict[str, Any] = {"jax": jax.__version__, "ptxas": re.findall(r"V([\d.]+)", said)[0], "cases": {}}
     known = {case.id: case for case in (*cases.CASES, *controls.CASES)}
@@ -66,7 +36,7 @@ def main(folder: Path, toolkit: Path, wanted: list[str]) -> None:
         begin = time.perf_counter()
         name = f"case_{number}"
         try:
-            with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+            with absent_device():
                 kernels = compile_case(case.bound(interpret=False), case.arrays(), sharding, name)
             rows: Any = list(measure(folder, toolkit, name, kernels))
         except Exception as error:

@@ -15,9 +15,13 @@ from pathlib import Path
 
 import goldenkv
 
-from .environment import Environment, Unavailable
+from .environment import Environment
 
 PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class CompilingFailed(Exception):
+    """The environment is there and does not work: that is no reason to skip the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def compile_cases(environment: Environment, wanted: Sequence[str]) -> Compiled:
     """Compiles the cases and controls of these ids.
 
     Raises:
-        Unavailable: the process ended before it had an answer.
+        CompilingFailed: the process ended before it had an answer.
     """
     with tempfile.TemporaryDirectory() as scratch:
         dump, sources = Path(scratch, "dump"), Path(scratch, "sources")
@@ -87,7 +91,7 @@ def compile_cases(environment: Environment, wanted: Sequence[str]) -> Compiled:
             timeout=1800,
         )
     if done.returncode:
-        raise Unavailable(f"the compiling process failed: {' '.join(done.stderr.splitlines()[-1:])}")
+        raise CompilingFailed(f"the process that compiles failed: {' '.join(done.stderr.splitlines()[-1:])}")
     said = json.loads(done.stdout.splitlines()[-1])
     cases = {
         name: case["kernels"]

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax import export
 
+from .h200 import absent_device
+
 TRITON_CALL = "__gpu$xla.gpu.triton"
 """The custom call that a Pallas kernel becomes."""
 
@@ -28,7 +30,8 @@ def lowered(function: Callable, *args: Any) -> int:
     """
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
     allowed = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
-    exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=allowed)(*shapes)
+    with absent_device():
+        exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=allowed)(*shapes)
     count = exported.mlir_module().count(TRITON_CALL)
     if not count:
         raise ValueError("lowered for CUDA, but it holds no Triton kernel")

@@ -276,16 +276,17 @@ def _while(machine: _Machine, equation: Any, *args: Any) -> list:
 
 def _scan(machine: _Machine, equation: Any, *args: Any) -> list:
     p = equation.params
-    shared, rest = args[: p["num_consts"]], args[p["num_consts"] :]
-    carry, streams = list(rest[: p["num_carry"]]), rest[p["num_carry"] :]
-    steps = range(p["length"])
+    if "ft_in" in p:  # from JAX 0.11 on
+        shares, carries, _ = (len(group) for group in p["ft_in"].unpack())
+    else:
+        shares, carries = p["num_consts"], p["num_carry"]
+    shared, carry, streams = args[:shares], list(args[shares:][:carries]), args[shares + carries :]
+    body, steps = p["jaxpr"], range(p["length"])
     made = {}
     for i in reversed(steps) if p["reverse"] else steps:
-        out = machine.evaluate(
-            p["jaxpr"].jaxpr, p["jaxpr"].consts, [*shared, *carry, *(s[i] for s in streams)]
-        )
-        carry, made[i] = out[: p["num_carry"]], out[p["num_carry"] :]
-    avals = [v.aval for v in equation.outvars[p["num_carry"] :]]
+        out = machine.evaluate(body.jaxpr, body.consts, [*shared, *carry, *(s[i] for s in streams)])
+        carry, made[i] = out[:carries], out[carries:]
+    avals = [v.aval for v in equation.outvars[carries:]]
     if not made:
         return carry + [np.zeros(a.shape, a.dtype) for a in avals]
     return carry + [np.stack([np.asarray(made[i][n]) for i in steps]) for n in range(len(avals))]

@@ -11,7 +11,7 @@ from typing import Any
 from . import bounds, environment, lowering, table
 from .case import Case, Distance, distance
 from .cases import CASES
-from .compilation import Compiled, Kernel, compile_cases
+from .compilation import Compiled, CompilingFailed, Kernel, compile_cases
 from .controls import CONTROLS, Control
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -171,6 +171,9 @@ def _compile(report: Report, *, install: bool, update: bool) -> None:
     except environment.Unavailable as reason:
         report.skipped.append(f"compiling for sm_90a: {reason}")
         report.controls = [trial for trial in report.controls if trial not in trials]
+        return
+    except CompilingFailed as error:
+        report.problems.append(str(error))
         return
     for trial in trials:
         trial.caught = "; ".join(table.problems_alone(made, trial.control.case.id))

@@ -93,6 +93,7 @@ class Offload:
         Tiers are asked, as they can have lost what they once took. What is gathered for it takes memory of
         the device, so it goes in batches.
         """
+        self.poll()  # what it tells is of the past too
         self._saved.clear()
         for pages in _batches(self._pages):
             self._save(pages, {}, leaving=True, must=True)
