@@ -879,7 +879,10 @@ def passes_over_gaps(real: Callable[..., Any]) -> Callable[..., Any]:
         pages = [self._page(i) for i in range(self._held, last)]
         there = [name for name, has in zip(pages, self._ask(pages), strict=True) if has]
         states = real(self)[1]
+        ends = {name.key: (self._held + i + 1) * P for i, name in enumerate(there)}
+        bring = self._bring
         self._page = lambda index: there[index - self._held]
+        self._bring = lambda names: [replace(n, position=ends.get(n.key, n.position)) for n in bring(names)]
         return self._held + len(there), states
 
     return find
@@ -1008,7 +1011,7 @@ FAULTS: dict[str, tuple[Mutant, str]] = {
     ),
     "what has left keeps its name": (
         lambda p: p.setattr(Offload, "leaving", lambda self, pages, boundaries, *, keep: None),
-        "with names",
+        "with names|saved",
     ),
     "forgotten on the device alone": (
         lambda p: p.setattr(Mover, "forget", lambda *_: 0),

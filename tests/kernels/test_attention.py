@@ -522,6 +522,21 @@ def test_lowering_for_cuda(kind: str, size: str) -> None:
     assert "triton" not in lowered(sparse_attention, selected, layout=layout, implementation="xla")
 
 
+def test_products_of_float32_are_no_tf32() -> None:
+    """A GPU would take TF32 for a float32 product that states no precision; a CPU would not show it."""
+
+    def stated(function, *arguments) -> bool:
+        text = str(jax.make_jaxpr(function)(*arguments))
+        products = text.count("dot_general[")
+        assert products
+        return text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
+
+    selected, counted, _ = shapes("float32", **MICRO)
+    assert stated(lambda x: sparse_attention(**x), selected)
+    assert stated(lambda x: dense_attention(**x), counted)
+    assert not stated(jnp.dot, np.ones((2, 2)), np.ones((2, 2)))  # the check can fail
+
+
 def test_native_pages_of_two_to_four_gib_are_refused() -> None:
     """Pallas would address their bytes with signed 32-bit offsets. Plain XLA does not, nor beyond 4 GiB."""
     for gib, refused in ((1.9, False), (2.1, True), (3.9, True), (4.1, False)):
