@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from ..state import Difference
@@ -88,7 +89,7 @@ def tables(report: Report) -> list[Table]:
         f"{about['model']}\n"
         f"{about['tokens']:,} tokens, then {about['steps']} decode steps; {rows:,} rows are compared"
     )
-    for name in ("reused", "bytes", "seconds", "speed-up"):
+    for name in ("reused", "bytes", "seconds", "faster"):
         paths.add_column(name, justify="right", no_wrap=True)
     paths.add_column("")
     controls = _table("Controls: damage that must be caught")
@@ -97,7 +98,7 @@ def tables(report: Report) -> list[Table]:
     controls.add_column("caught by")
     for r in report.results:
         if r.skipped:
-            paths.add_row(r.name, *[""] * 4, f"[yellow]skipped:[/] {r.skipped}")
+            paths.add_row(r.name, *[""] * 4, f"[yellow]skipped:[/] {escape(r.skipped)}")
             continue
         if r.control:
             equal = "" if r.difference is None else _count(r.difference)
@@ -116,7 +117,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def _verdict(result: Result) -> str:
-    note = f" ({result.note})" if result.note else ""
+    note = f": {result.note}" if result.note else ""
     if result.ok:
         return f"[green]equal[/]{note}"
     if result.difference is None:
