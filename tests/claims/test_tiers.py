@@ -761,7 +761,7 @@ def _stepped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EVERYTHING = {
     *("boundary", "replay", "tail", "evicted", "audited", "audited objects", "ended", "flushed", "cleared"),
-    *("prompt_tokens, tier 0", "prompt_tokens, tier 1", "promotions, tier 0", "demotions, tier 0"),
+    *("prompt_tokens, tier 0", "prompt_tokens, tier 1", "promotions, tier 0"),
     *("evicted_objects, tier 0", "evicted_objects, tier 1", "copy within a copy", "ask within a copy"),
     *("forget within a copy", "forgotten while a copy is under way"),
 }

@@ -1,6 +1,6 @@
 """Controls of `test_tiers`: faults put into the implementation, each found within `ENOUGH` examples.
 
-Some are harmless by design, which was tried, and so are no controls:
+Some are harmless by design, which was tried for all but the rows of a tail page, and so are no controls:
 
 - The loader does not compare labels: each store of ours has done so. The fault here takes both away.
 - Rows behind the last token of a tail page: no query reads them, and they are written before they count.
