@@ -615,7 +615,8 @@ def test_a_demotion_that_is_late_is_waited_for() -> None:
             bench.mover.forget(OWNER)
             assert bench.where(0) == "" and bench.where(1, owner=OTHER) == "a"
 
-    own = "_ended([*self.down.futures(owner, namespace), *self.up.futures()], timeout)"
+    saving = "[f for address, (f, _, _) in self.down._saving.items() if address.owner == owner]"
+    own = f"_ended([*{saving}, *self.up.futures()], timeout)"
     finds(check, Mover, "forget", "self.drain(timeout)", own)
 
 

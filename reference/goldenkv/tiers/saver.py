@@ -55,13 +55,9 @@ class Saver:
         """Bytes."""
         return sum(size for _, size, _ in self._saving.values())
 
-    def futures(self, owner: bytes | None = None, namespace: bytes | None = None) -> list[Future]:
-        """Copies under way: all, or those of an owner or namespace."""
-        return [
-            future
-            for address, (future, _, _) in self._saving.items()
-            if owner in (None, address.owner) and namespace in (None, address.namespace)
-        ]
+    def futures(self) -> list[Future]:
+        """Copies under way."""
+        return [future for future, _, _ in self._saving.values()]
 
     @property
     def writes_through(self) -> bool:
