@@ -26,6 +26,7 @@ class _Commands(TyperGroup):
         found = super().get_command(ctx, cmd_name)
         if found is None and cmd_name in _offered():  # imported when it is asked for, not before
             found = typer.main.get_group(_offered()[cmd_name].load())
+            found.name = cmd_name
         return found
 
 

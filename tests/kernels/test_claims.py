@@ -7,12 +7,15 @@ there is a tolerance: sums over keys run in other blocks.
 from __future__ import annotations
 
 import functools
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from goldenkv import cli
 from goldenkv.config import Numerics, micro, with_mtp
 from goldenkv.engine import Engine, Full, PrefixCache
 from goldenkv.model.weights import Model
@@ -135,3 +138,8 @@ def test_state_of_another_implementation_is_a_miss() -> None:
 def test_a_name_that_nothing_offers() -> None:
     with pytest.raises(ValueError, match=r"implementation='cuda' is not installed; there is 'xla', 'pallas'"):
         Engine(Model(CONFIG, REFERENCE), CONFIG, Numerics(tile=8, implementation="cuda"), max_length=8)
+
+
+def test_the_command_line_lists_what_this_package_offers() -> None:
+    shown = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}).output
+    assert re.search(r"^\W*kernels +GPU kernels", shown, flags=re.MULTILINE), shown
