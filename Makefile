@@ -13,7 +13,7 @@ STAMPS := .venv/.stamps
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .NOTPARALLEL:
-.PHONY: help reload reload-all test test-long soak bench notebooks notebooks-check parity lint clean
+.PHONY: help reload reload-all test test-long soak bench kernels notebooks notebooks-check parity lint clean
 
 ## make reload           run the reload gate: cold, device, host, disk and Redis give the same bits
 ## make reload-all       the same under the other numerics, and on the golden checkpoint
@@ -21,6 +21,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 ## make test-long        run them all, the slow ones too, with many more examples
 ## make soak             random load on tiers while everything breaks, for SOAK seconds (1200)
 ## make bench            measure
+## make kernels          check the GPU kernels as far as a machine without a GPU can
 ## make notebooks        execute the notebooks and write them
 ## make notebooks-check  execute the notebooks and compare with the written ones
 ## make parity           compare with other implementations
@@ -51,6 +52,10 @@ soak: $(STAMPS)/tiers
 
 bench: $(STAMPS)/parity $(STAMPS)/tiers
 	$(BIN)/python tests/bench/run.py
+
+# Compiles for a GPU too, in an environment of its own. Where that cannot be made it says why, and checks the rest.
+kernels: $(STAMPS)/core
+	$(BIN)/goldenkv kernels check --install
 
 notebooks: $(STAMPS)/explore $(STAMPS)/tiers
 	$(BIN)/python notebooks/build.py

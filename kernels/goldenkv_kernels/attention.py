@@ -72,7 +72,7 @@ def default_config(dtype: DTypeLike, native: bool = False) -> AttentionConfig:
         dtype: of the queries.
         native: the pages are native.
     """
-    if dtype != jnp.bfloat16:
+    if jnp.dtype(dtype) != jnp.bfloat16:
         return AttentionConfig(head_block=16, key_block=16, stages=1)
     if native:
         return AttentionConfig(head_block=32, key_block=16)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from . import indexer_xla
@@ -58,12 +59,12 @@ class IndexerConfig:
         powers_of_two(keys=self.keys, queries=self.queries, num_warps=self.num_warps)
 
 
-def default_config(*dtypes: jnp.dtype) -> IndexerConfig:
+def default_config(*dtypes: DTypeLike) -> IndexerConfig:
     """Blocks that compile for sm_90a without spilling registers, at 64 heads of 128 channels.
 
     float32 has no tensor cores at full precision: its products are made in registers, so blocks are small.
     """
-    if all(dtype == jnp.bfloat16 for dtype in dtypes):
+    if all(jnp.dtype(dtype) == jnp.bfloat16 for dtype in dtypes):
         return IndexerConfig()
     return IndexerConfig(keys=16, num_warps=8)
 

@@ -522,6 +522,13 @@ def test_lowering_for_cuda(kind: str, size: str) -> None:
     assert "triton" not in lowered(sparse_attention, selected, layout=layout, implementation="xla")
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_a_dtype_may_be_given_by_name(native: bool) -> None:
+    named = [default_config(dtype, native) for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"))]
+    assert len(set(named)) == 1
+    assert named[0] != default_config("float32", native) == default_config(jnp.float32, native)
+
+
 def test_products_of_float32_are_no_tf32() -> None:
     """A GPU would take TF32 for a float32 product that states no precision; a CPU would not show it."""
 

@@ -22,11 +22,22 @@ from typer.testing import CliRunner
 
 from goldenkv.ops import attend, compress, index, quant
 from goldenkv_kernels import command
-from goldenkv_kernels.gates import bounds, cases, expected, inputs, lowering, machine, roofline, run, table
+from goldenkv_kernels.gates import (
+    bounds,
+    cases,
+    compilation,
+    expected,
+    inputs,
+    lowering,
+    machine,
+    roofline,
+    run,
+    table,
+)
 from goldenkv_kernels.gates.case import Case, Tolerance, distance
 from goldenkv_kernels.gates.compilation import Compiled, Kernel, compile_cases
 from goldenkv_kernels.gates.controls import BLOCK, CHANNELS, CONTROLS, ROWS, double, sum_rows, sums
-from goldenkv_kernels.gates.environment import Environment, Unavailable, find
+from goldenkv_kernels.gates.environment import PACKAGES, PLUGINS, Environment, Unavailable, find
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_ID = {case.id: case for case in cases.CASES}
@@ -303,23 +314,29 @@ def test_a_block_that_is_no_power_of_two_is_not_lowered() -> None:
 
 
 SOUND = Compiled(
-    "1", "2", {"f: a": (Kernel("k", 100, 0, 5000),), "f: b": (Kernel("k", 9, 0, 0), Kernel("m", 9, 0, 0))}
+    "1",
+    "2",
+    {
+        "f: a": (Kernel("k", 100, 0, 5000, 128),),
+        "f: b": (Kernel("k", 9, 0, 0, 128), Kernel("m", 9, 0, 0, 128)),
+    },
 )
 
 
 @pytest.mark.parametrize(
     ("kernels", "problem"),
     [
-        ((Kernel("k", 108, 0, 6024),), ""),
-        ((Kernel("k", 10, 0, 0),), ""),
-        ((Kernel("k", 109, 0, 5000),), "k grew from 100 to 109 registers"),
-        ((Kernel("k", 100, 0, 6025),), "k grew from 5,000 to 6,025 shared"),
-        ((Kernel("k", 100, 4, 5000),), "k spills 4 bytes"),
-        ((Kernel("k", 100, 0, 5000), Kernel("n", 1, 0, 0)), "n is not in the table"),
+        ((Kernel("k", 108, 0, 6024, 128),), ""),
+        ((Kernel("k", 10, 0, 0, 128),), ""),
+        ((Kernel("k", 109, 0, 5000, 128),), "k grew from 100 to 109 registers"),
+        ((Kernel("k", 100, 0, 6025, 128),), "k grew from 5,000 to 6,025 shared"),
+        ((Kernel("k", 100, 4, 5000, 128),), "k spills 4 bytes"),
+        ((Kernel("k", 100, 0, 5000, 256),), "k has 256 threads and 128 in the table"),
+        ((Kernel("k", 100, 0, 5000, 128), Kernel("n", 1, 0, 0, 128)), "n is not in the table"),
         ((), "k is in the table and no longer compiled"),
         ("ValueError: no", "ValueError: no"),
     ],
-    ids=["slack", "less", "registers", "shared", "spill", "new", "gone", "fails"],
+    ids=["slack", "less", "registers", "shared", "spill", "threads", "new", "gone", "fails"],
 )
 def test_the_budget(kernels, problem: str) -> None:
     found = "; ".join(table.problems(Compiled("1", "2", {"f: a": kernels}), SOUND, "f: a"))
@@ -335,11 +352,11 @@ def test_a_case_that_is_gone_is_missed() -> None:
 def test_the_table_is_written_and_read(tmp_path: Path) -> None:
     path, readme = tmp_path / "table.json", tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    spills = {"f: c": (Kernel("k", 255, 8, 0),), "f: d": "ValueError: no"}
+    spills = {"f: c": (Kernel("k", 255, 8, 0, 128),), "f: d": "ValueError: no"}
     table.write_table(path, Compiled("1", "2", SOUND.cases | spills))
     assert table.read_table(path) == SOUND
     text = readme.read_text()
-    assert "| f | a | k | 100 | 5,000 |" in text and "old" not in text and text.endswith("after\n")
+    assert "| f | a | k | 128 | 100 | 5,000 | 4 |" in text and "old" not in text and text.endswith("after\n")
     path.write_text("{}")
     with pytest.raises(ValueError, match="no table of kernels"):
         table.read_table(path)
@@ -369,16 +386,29 @@ def test_kernels_are_compiled_for_a_gpu() -> None:
     assert "spills" in table.problems_alone(made, control)[0]
 
 
-def test_an_environment_that_does_not_work_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interpreter", ["none", "slow"])
+def test_an_interpreter_that_cannot_answer_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
-    """Not a reason to skip: this Python has no CUDA plugin."""
-    broken = Environment(Path(sys.executable), tmp_path)
-    monkeypatch.setattr(run.environment, "find", lambda folder, *, install: broken)
-    monkeypatch.setattr(run, "CONTROLS", ())
-    report = run.run_gates([])
-    assert not report.ok and not report.skipped
-    assert report.problems[0].startswith("the process that compiles failed")
+    """One that is gone, and one that takes longer than it may."""
+    python = Path(sys.executable)
+    if interpreter == "none":
+        python = tmp_path / "python"
+    else:
+        monkeypatch.setattr(compilation, "LIMIT_SECONDS", 0.01)
+    with pytest.raises(
+        compilation.CompilingFailed, match="did not start" if interpreter == "none" else "took over 0.01 s"
+    ):
+        compile_cases(Environment(python, tmp_path), [])
+
+
+def test_an_environment_without_its_interpreter_is_none(tmp_path: Path) -> None:
+    """The Python that it was made from is gone: its link leads nowhere. The stamp alone proves nothing."""
+    (tmp_path / "installed.txt").write_text("\n".join((*PACKAGES, *PLUGINS)) + "\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
+    with pytest.raises(Unavailable, match="no environment"):
+        find(tmp_path, install=False)
 
 
 def test_an_environment_that_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
@@ -397,7 +427,9 @@ def test_the_command_passes_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = check("gather_pages", "--no-compile", "--json", str(file))
     assert done.exit_code == 0, done.output
-    assert "skipped: compiling for sm_90a" in done.output and "7 controls were caught" in done.output
+    said = " ".join(done.output.split())
+    assert "skipped: compiling for sm_90a" in said
+    assert "2 cases; 7 kernels that are wrong on purpose were refused; no speed was measured" in said
     assert max(map(len, done.output.splitlines())) <= 80
     data = json.loads(file.read_text())
     assert data["ok"] and [c["case"] for c in data["cases"]] == ["flash", "small"]
@@ -418,7 +450,7 @@ def test_the_command_fails_if_a_control_is_not_caught(monkeypatch: pytest.Monkey
     harmless = replace(CONTROLS[0], case=replace(CONTROLS[0].case, options={}))
     monkeypatch.setattr(run, "CONTROLS", (harmless,))
     done = check("gather_pages", "--no-compile")
-    assert done.exit_code == 1 and "control not caught by numerics" in " ".join(done.output.split())
+    assert done.exit_code == 1 and "a wrong kernel passed numerics" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

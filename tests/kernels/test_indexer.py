@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 from jax.export import DisabledSafetyCheck, export
 
 from goldenkv.ops import index
-from goldenkv_kernels.indexer import IndexerConfig, index_scores, select
+from goldenkv_kernels.indexer import IndexerConfig, default_config, index_scores, select
 from goldenkv_kernels.topk import TopKConfig, top_k_ids
 
 SCORE = 1e-6
@@ -309,3 +309,9 @@ def test_lowering_can_fail() -> None:
         IndexerConfig(keys=96)
     with pytest.raises(ValueError, match="chunk=0 must be a power of two"):
         TopKConfig(chunk=0)
+
+
+def test_a_dtype_may_be_given_by_name() -> None:
+    named = [default_config(dtype, "bfloat16") for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"))]
+    assert len(set(named)) == 1
+    assert named[0] != default_config("float32", "bfloat16") == default_config(jnp.float32, jnp.bfloat16)

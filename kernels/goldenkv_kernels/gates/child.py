@@ -8,6 +8,7 @@ starts it so.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from jax.sharding import SingleDeviceSharding
 
 from . import cases, controls
 from .h200 import TARGET, absent_device
-from .machine import inner_jaxprs, kernel_name
+from .machine import kernel_name
+from .occupancy import pallas_calls
 
 
 def main(folder: Path, toolkit: Path, wanted: list[str]) -> None:
@@ -55,17 +57,7 @@ def compile_case(function: Any, arrays: Any, sharding: Any, name: str) -> set[st
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
     traced = jax.jit(call).trace(shapes)
     traced.lower().compile()
-    return set(pallas_names(traced.jaxpr.jaxpr))
-
-
-def pallas_names(jaxpr: Any) -> Iterator[str]:
-    """The names of the kernels in a traced function."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield kernel_name(equation)
-        else:
-            for inner in inner_jaxprs(equation):
-                yield from pallas_names(inner)
+    return set(map(kernel_name, pallas_calls(traced.jaxpr.jaxpr)))
 
 
 def measure(folder: Path, toolkit: Path, name: str, kernels: set[str]) -> Iterator[dict[str, Any]]:
@@ -73,10 +65,11 @@ def measure(folder: Path, toolkit: Path, name: str, kernels: set[str]) -> Iterat
 
     Those that XLA made of its own are left out.
     """
-    shared = {}
+    shared, threads = {}, {}
+    launch = r"\] (\S+) grid: \[.*?\] threads: \[(.*?)\].*shared_memory: (\d+) bytes"
     for file in folder.glob(f"*.jit_{name}.thunk_sequence.txt"):
-        for entry, number in re.findall(r"\] (\S+) grid:.*shared_memory: (\d+) bytes", file.read_text()):
-            shared[entry] = int(number)
+        for entry, axes, number in re.findall(launch, file.read_text()):
+            shared[entry], threads[entry] = int(number), math.prod(map(int, axes.split(",")))
     said = ""
     for file in folder.glob(f"*.jit_{name}.*.ptx"):
         command = [str(toolkit / "bin" / "ptxas"), "-v", "-arch=sm_90a", str(file), "-o", "/dev/null"]
@@ -93,6 +86,7 @@ def measure(folder: Path, toolkit: Path, name: str, kernels: set[str]) -> Iterat
             "registers": int(re.findall(r"Used (\d+) registers", texts[entry])[0]),
             "spill": int(stores) + int(loads),
             "shared": shared[entry] + sum(map(int, static)),
+            "threads": threads[entry],
         }
     if kernels - set(names.values()):
         raise LookupError(f"no kernel {sorted(kernels - set(names.values()))} in the compiled module")

@@ -18,6 +18,7 @@ import goldenkv
 from .environment import Environment
 
 PACKAGE = Path(__file__).resolve().parents[1]
+LIMIT_SECONDS = 1800
 
 
 class CompilingFailed(Exception):
@@ -33,12 +34,14 @@ class Kernel:
         registers: a thread; 255 at most.
         spill: bytes stored and loaded because there were too few.
         shared: bytes of shared memory a program; 232,448 at most.
+        threads: of a program.
     """
 
     name: str
     registers: int
     spill: int
     shared: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def compile_cases(environment: Environment, wanted: Sequence[str]) -> Compiled:
     """Compiles the cases and controls of these ids.
 
     Raises:
-        CompilingFailed: the process ended before it had an answer.
+        CompilingFailed: the process did not start, or had no answer when it ended or its time was over.
     """
     with tempfile.TemporaryDirectory() as scratch:
         dump, sources = Path(scratch, "dump"), Path(scratch, "sources")
@@ -82,14 +85,19 @@ def compile_cases(environment: Environment, wanted: Sequence[str]) -> Compiled:
         )
         variables = {"PYTHONPATH": str(sources), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTHON"))}
-        done = subprocess.run(
-            [*child, *wanted],
-            capture_output=True,
-            text=True,
-            env=inherited | variables,
-            cwd=scratch,
-            timeout=1800,
-        )
+        try:
+            done = subprocess.run(
+                [*child, *wanted],
+                capture_output=True,
+                text=True,
+                env=inherited | variables,
+                cwd=scratch,
+                timeout=LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise CompilingFailed(f"the process that compiles took over {LIMIT_SECONDS} s") from None
+        except OSError as error:
+            raise CompilingFailed(f"the process that compiles did not start: {error}") from error
     if done.returncode:
         raise CompilingFailed(f"the process that compiles failed: {' '.join(done.stderr.splitlines()[-1:])}")
     said = json.loads(done.stdout.splitlines()[-1])

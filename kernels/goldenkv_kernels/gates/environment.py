@@ -58,7 +58,7 @@ def find(folder: Path, *, install: bool) -> Environment:
     """
     stamp, python = folder / "installed.txt", folder / "bin" / "python"
     wanted = "\n".join((*PACKAGES, *PLUGINS)) + "\n"
-    if not stamp.exists() or stamp.read_text() != wanted:
+    if not python.exists() or not stamp.exists() or stamp.read_text() != wanted:
         if not install:
             raise Unavailable(
                 f"no environment in {_shown(folder)}; `goldenkv kernels check --install` makes it"

@@ -9,6 +9,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 DEVICE = "NVIDIA H200"
 PROCESSORS = 132
+REGISTERS, SHARED, THREADS, PROGRAMS = 65536, 233472, 2048, 32
+"""What one processor has: registers, bytes of shared memory, and threads and programs at a time."""
+
+RESERVED = 1024
+"""Bytes of shared memory that each program takes besides its own."""
+
 TARGET = f"""
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
@@ -20,15 +26,15 @@ gpu_device_info {{
   l2_cache_size: 52428800
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {THREADS}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_core: 233472
+  registers_per_core_limit: {REGISTERS}
+  registers_per_block_limit: {REGISTERS}
+  shared_memory_per_core: {SHARED}
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
+  shared_memory_per_block_optin: {SHARED - RESERVED}
 }}
 platform_name: "CUDA"
 runtime_version {{ major: 13 }}

@@ -10,9 +10,9 @@ from .run import Report, Row
 
 def summary(report: Report) -> Table:
     """One line a case: how far from float64, and what each gate says."""
-    table = Table(box=box.SIMPLE, pad_edge=False, title="Kernels", title_justify="left")
+    table = Table(box=box.SIMPLE, pad_edge=False, caption=_caption(report), caption_justify="left")
     table.add_column("function, case")
-    for name in ("error", "allowed", "CUDA", "regs", "spill", "shared"):
+    for name in ("error", "allowed", "lowered", "regs", "spill", "shared"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bounds", justify="right", no_wrap=True)
     previous = ""
@@ -22,6 +22,17 @@ def summary(report: Report) -> Table:
             table.add_row(f"[bold]{previous}[/]")
         table.add_row(f"  {row.case.name}", *_numbers(row), _verdict(row, "bounds"))
     return table
+
+
+def _caption(report: Report) -> str:
+    """What the columns mean that do not say it."""
+    said = "error: the farthest from float64, of Pallas (interpreted) and XLA"
+    if report.compiled:
+        said += (
+            f"\nregs, spill, shared: registers of a thread, bytes spilled, bytes of a program; sm_90a by "
+            f"jax {report.compiled.jax}, ptxas {report.compiled.ptxas}"
+        )
+    return said
 
 
 def _numbers(row: Row) -> list[str]:
@@ -55,7 +66,7 @@ def lines(report: Report) -> list[tuple[str, str]]:
     found = [("failed", problem) for problem in report.problems]
     for trial in report.controls:
         if not trial.caught:
-            found.append(("failed", f"control not caught by {trial.control.gate}: {trial.control.case.name}"))
+            found.append(("failed", f"a wrong kernel passed {trial.control.gate}: {trial.control.case.name}"))
     for row in report.rows:
         for gate, problems in row.problems.items():
             found += [("failed", f"{row.case.id}, {gate}: {problem}") for problem in problems[:3]]

@@ -16,6 +16,9 @@ from .controls import CONTROLS, Control
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "kernels" / "table.json"
+MEASURED = ROOT / "kernels" / "measured.json"
+"""Of a run of the benchmark on a GPU; not there as long as there was none."""
+
 ENVIRONMENT = ROOT / ".cache" / "kernels-venv"
 
 
@@ -108,7 +111,7 @@ def run_gates(
     report = Report([Row(case) for case in cases], [Trial(control) for control in CONTROLS])
     for row in report.rows:
         progress(row.case.id)
-        _check(row)
+        check(row)
     progress("controls")
     for trial in report.controls:
         _try(trial)
@@ -121,8 +124,8 @@ def run_gates(
     return report
 
 
-def _check(row: Row) -> None:
-    """The gates that run in this process."""
+def check(row: Row) -> None:
+    """Runs the gates that need nothing but this process, and notes in `row` what they find."""
     case = row.case
     arrays = case.arrays()
     want = case.expected(**arrays)
@@ -145,7 +148,7 @@ def _try(trial: Trial) -> None:
     case = trial.control.case
     row = Row(case)
     if trial.control.gate != "compiling":
-        _check(row)
+        check(row)
     found = row.problems.get({"numerics": "pallas"}.get(trial.control.gate, trial.control.gate))
     trial.caught = found[0] if found else ""
 
@@ -168,12 +171,12 @@ def _compile(report: Report, *, install: bool, update: bool) -> None:
             raise environment.Unavailable("this needs a checkout, as the table is not in the package")
         place = environment.find(ENVIRONMENT, install=install)
         made = compile_cases(place, [*wanted, *(trial.control.case.id for trial in trials)])
-    except environment.Unavailable as reason:
-        report.skipped.append(f"compiling for sm_90a: {reason}")
-        report.controls = [trial for trial in report.controls if trial not in trials]
-        return
-    except CompilingFailed as error:
-        report.problems.append(str(error))
+    except (environment.Unavailable, CompilingFailed) as error:
+        if isinstance(error, CompilingFailed):
+            report.problems.append(str(error))
+        else:
+            report.skipped.append(f"compiling for sm_90a: {error}")
+        report.controls = [trial for trial in report.controls if trial not in trials]  # they did not run
         return
     for trial in trials:
         trial.caught = "; ".join(table.problems_alone(made, trial.control.case.id))

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .compilation import Compiled, Kernel
+from .occupancy import held
 
 REGISTERS, SHARED = 8, 1024
 """Slack: other versions of the assembler allocate a little differently."""
@@ -69,6 +70,9 @@ def problems(measured: Compiled, committed: Compiled, case: str) -> list[str]:
         if n not in now
     ]
     for name in now.keys() & before.keys():
+        had, has = before[name].threads, now[name].threads
+        if has != had:
+            found.append(f"{name} has {has:,} threads and {had:,} in the table: write it anew with --update")
         for what, slack in (("registers", REGISTERS), ("shared", SHARED)):
             had, has = getattr(before[name], what), getattr(now[name], what)
             if has > had + slack:
@@ -110,13 +114,13 @@ def markdown(compiled: Compiled) -> str:
     rows = [
         f"sm_90a, jax {compiled.jax}, ptxas {compiled.ptxas}. None of these spills.",
         "",
-        "| function | case | kernel | registers | shared memory, bytes |",
-        "|---|---|---|---:|---:|",
+        "| function | case | kernel | threads | registers | shared memory, bytes | on a processor |",
+        "|---|---|---|---:|---:|---:|---:|",
     ]
     for name, kernels in compiled.cases.items():
         function, case = name.split(": ", 1)
         rows += [
-            f"| {function} | {case} | {k.name} | {k.registers} | {k.shared:,} |"
+            f"| {function} | {case} | {k.name} | {k.threads} | {k.registers} | {k.shared:,} | {held(k)} |"
             for k in kernels
             if isinstance(k, Kernel)
         ]
