@@ -15,6 +15,7 @@ from goldenkv.config import Numerics
 from .attention import dense_attention, sparse_attention
 from .compressor import compress_blocks
 from .indexer import select
+from .paging import gather_pages, scatter_pages
 
 
 class Pallas:
@@ -22,6 +23,14 @@ class Pallas:
 
     def __init__(self, numerics: Numerics) -> None:
         """For any numerics: the kernels' block sizes are their own defaults."""
+
+    def gather_pages(self, buffer: Array, pages: Array) -> Array:
+        """See `PageMoves`."""
+        return gather_pages(buffer, pages)
+
+    def scatter_pages(self, buffer: Array, pages: Array, rows: Array) -> Array:
+        """See `PageMoves`."""
+        return scatter_pages(buffer, pages, rows)
 
     def window_attention(self, q: Array, window: Array, visible: Array, sinks: Array) -> Array:
         """See `Core`. There are no entries: of a pool of one page none is selected."""

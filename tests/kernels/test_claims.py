@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import re
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import Array
 from typer.testing import CliRunner
 
 from goldenkv import cli
@@ -20,7 +22,9 @@ from goldenkv.config import Numerics, micro, with_mtp
 from goldenkv.engine import Engine, Full, PrefixCache
 from goldenkv.model.weights import Model
 from goldenkv.prefix import Namespace, Tenant, TensorParallel
-from goldenkv.state import ForeignSnapshot, Rows, Snapshot, compare
+from goldenkv.state import ForeignSnapshot, Rows, Snapshot, cells, compare
+from goldenkv.state.moving import paged_shape
+from goldenkv_kernels import implementation
 
 CONFIG = with_mtp(micro())
 NUMERICS = Numerics(tile=8, index_block=8, key_block=8, implementation="pallas")
@@ -74,6 +78,40 @@ def test_tile_invariance(seed: int, length: int, cuts: list[int], strangers: boo
     for other in others:
         e.close(other)
     assert compare(found, expected).same
+
+
+def moved(e: Engine) -> bool:
+    """Whether random bits, NaN among them, come back from the pages that they were written to."""
+    paged, rng = [cell for cell in cells(CONFIG) if cell.component.paged], np.random.default_rng(0)
+    rows: list[Rows] = []
+    for _ in range(5):
+        shapes = {
+            c.name: paged_shape(CONFIG, c, e.geometry.page_size, 0, e.geometry.page_size) for c in paged
+        }
+        bits = {name: rng.integers(0, 1 << 32, shape, np.uint32) for name, shape in shapes.items()}
+        rows.append({name: values.view(np.float32) for name, values in bits.items()})
+    leases = e.take_pages(5)
+    e.write_pages(leases[::-1], rows[::-1])
+    found = e.gather_pages([lease.page for lease in leases])
+    same = [compare(found.rows(i), rows[i]).same for i in range(5)]
+    e.drop_pages([lease.page for lease in leases])
+    return all(same)
+
+
+def test_pages_move_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moved(engine())
+    real, calls = implementation.scatter_pages, []
+
+    def first_alone(buffer: Array, pages: Array, rows: Array) -> Array:
+        """A kernel that writes one page too few."""
+        calls.append(rows.shape)
+        return real(buffer, pages.at[0].set(np.iinfo(np.int32).max), rows)
+
+    monkeypatch.setattr(implementation, "scatter_pages", first_alone)
+    jax.clear_caches()
+    assert not moved(engine()) and len(calls) == len([c for c in cells(CONFIG) if c.component.paged])
+    assert moved(engine(REFERENCE))  # which calls no kernel
+    jax.clear_caches()
 
 
 @settings(max_examples=15)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..config import ModelConfig, Numerics
+from ..model.core import core_of
 from ..state import pool as pools
 from ..state.boundaries import Boundaries
 from ..state.moving import GatheredBoundary, GatheredPages, write_pages
@@ -50,7 +51,7 @@ class Sequences:
         poison: bool = False,
     ) -> None:
         self.config, self.numerics, self.geometry, self.max_length = config, numerics, geometry, max_length
-        self._poison = poison
+        self._poison, self._moves = poison, core_of(numerics)
         self._pool = pools.create_pool(config, numerics, geometry, fill)
         self._slots = Slots(geometry, max_length)
         self._pages = self._slots.pages
@@ -174,7 +175,7 @@ class Sequences:
 
     def gather_pages(self, pages: Several[int]) -> GatheredPages:
         """A copy of pages as they are once all that was called before is done."""
-        return GatheredPages(self.config, self._pool, pages)
+        return GatheredPages(self.config, self._pool, pages, self._moves)
 
     def write_pages(self, leases: Several[Lease], rows: Several[Rows]) -> None:
         """Writes the rows of whole pages that were gathered here or elsewhere.
@@ -183,7 +184,8 @@ class Sequences:
             StaleLease: a page was freed since it was leased: a late write. Nothing was written.
         """
         self._pages.check(leases)
-        self._pool = write_pages(self.config, self._pool, [lease.page for lease in leases], rows)
+        pages = [lease.page for lease in leases]
+        self._pool = write_pages(self.config, self._pool, pages, rows, self._moves)
 
     def gather_boundary(self, handle: int) -> GatheredBoundary:
         """A copy of what `save_boundary` kept."""

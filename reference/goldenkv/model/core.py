@@ -20,14 +20,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from ..config import Numerics
 from ..ops import attend, compress, index
 from ..state import pool as pools
+from ..state.page_moves import PageMoves, XlaMoves
 
 GROUP = "goldenkv.implementations"
 REFERENCE = "xla"
 
 
-class Core(Protocol):
-    """What an attention layer asks for. One sequence, t queries; all rows are after norm and RoPE.
+class Core(PageMoves, Protocol):
+    """What an attention layer asks for, and what moves pages.
 
+    One sequence, t queries; all rows are after norm and RoPE.
     Entries are read through a page table: entry e is row e % r of page table[e // r], r rows a page. `seen`
     is how many entries the last query of the tile could see at most, `written` how many there are.
     """
@@ -97,7 +99,7 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(XlaMoves):
     """The reference: loops over fixed blocks in a fixed order."""
 
     numerics: Numerics

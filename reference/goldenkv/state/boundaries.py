@@ -16,6 +16,7 @@ from ..config import ModelConfig, Numerics
 from . import pool as pools
 from .components import cells
 from .moving import GatheredBoundary
+from .page_moves import set_bits
 from .pages import CapacityError
 from .pool import Pool, Rows
 
@@ -131,7 +132,7 @@ class Boundaries:
 
 @partial(jax.jit, donate_argnames="store")
 def _put(store: dict[str, jax.Array], handle: jax.Array, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: pools.set_bits(store[name], (handle,), rows[name]) for name in store}
+    return {name: set_bits(store[name], (handle,), rows[name]) for name in store}
 
 
 @jax.jit

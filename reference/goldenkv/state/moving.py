@@ -15,6 +15,7 @@ import numpy as np
 from ..config import ModelConfig
 from . import pool as pools
 from .components import Cell, cells
+from .page_moves import XLA, PageMoves
 from .pool import PAGES_A_CALL, Pool, Rows
 
 
@@ -32,11 +33,12 @@ class GatheredPages:
         config: of the pool.
         pool: holds the pages.
         pages: their numbers.
+        moves: what copies them.
     """
 
-    def __init__(self, config: ModelConfig, pool: Pool, pages: Sequence[int]) -> None:
+    def __init__(self, config: ModelConfig, pool: Pool, pages: Sequence[int], moves: PageMoves = XLA) -> None:
         self._calls = [
-            pools.gather_pages(pool, pools.padded(pages[i : i + PAGES_A_CALL], 0), config=config)
+            pools.gather_pages(pool, pools.padded(pages[i : i + PAGES_A_CALL], 0), config=config, moves=moves)
             for i in range(0, len(pages), PAGES_A_CALL)
         ]
 
@@ -63,12 +65,19 @@ class GatheredBoundary:
         return {name: np.asarray(array)[: self._counts[name]] for name, array in self._arrays.items()}
 
 
-def write_pages(config: ModelConfig, pool: Pool, pages: Sequence[int], rows: Sequence[Rows]) -> Pool:
+def write_pages(
+    config: ModelConfig,
+    pool: Pool,
+    pages: Sequence[int],
+    rows: Sequence[Rows],
+    moves: PageMoves = XLA,
+) -> Pool:
     """Writes rows into pages; a page with fewer rows than it can hold has zeros behind them. Donates `pool`.
 
     Args:
         pages: their numbers.
         rows: for each page, what `GatheredPages.rows` returned, or the first rows of it.
+        moves: what copies them.
     """
     paged = [cell for cell in cells(config) if cell.component.paged]
     for i in range(0, len(pages), PAGES_A_CALL):
@@ -80,5 +89,5 @@ def write_pages(config: ModelConfig, pool: Pool, pages: Sequence[int], rows: Seq
                 found = page_rows[cell.name]
                 call[cell.name][place, : len(found)] = found
         targets = pools.padded(pages[i : i + PAGES_A_CALL], np.iinfo(np.int32).max)
-        pool = pools.scatter_pages(pool, targets, call, config=config)
+        pool = pools.scatter_pages(pool, targets, call, config=config, moves=moves)
     return pool

@@ -14,13 +14,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ..config import ModelConfig, Numerics
 from ..ops.apart import apart
 from ..ops.typed import typed
 from .components import Cell, Span, cells
+from .page_moves import XLA, PageMoves, set_bits
 
 Pool = tuple[dict[str, jax.Array], ...]
 """A dictionary a layer, by buffer name: rings [slots, ring, channels] and pages [pages, rows, channels]."""
@@ -156,20 +156,33 @@ PAGES_A_CALL = 16
 """Pages moved by one compiled call; the last call of a move is padded."""
 
 
-@partial(jax.jit, static_argnames="config")
-def gather_pages(pool: Pool, pages: jax.Array, *, config: ModelConfig) -> dict[str, jax.Array]:
+@partial(jax.jit, static_argnames=("config", "moves"))
+def gather_pages(
+    pool: Pool, pages: jax.Array, *, config: ModelConfig, moves: PageMoves = XLA
+) -> dict[str, jax.Array]:
     """Rows of pages by cell name, [pages, rows, channels]."""
-    return {c.name: pool[c.layer][c.component.buffer][pages] for c in cells(config) if c.component.paged}
+    return {
+        cell.name: moves.gather_pages(pool[cell.layer][cell.component.buffer], pages)
+        for cell in cells(config)
+        if cell.component.paged
+    }
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="pool")
-def scatter_pages(pool: Pool, pages: jax.Array, rows: dict[str, jax.Array], *, config: ModelConfig) -> Pool:
+@partial(jax.jit, static_argnames=("config", "moves"), donate_argnames="pool")
+def scatter_pages(
+    pool: Pool,
+    pages: jax.Array,
+    rows: dict[str, jax.Array],
+    *,
+    config: ModelConfig,
+    moves: PageMoves = XLA,
+) -> Pool:
     """Writes what `gather_pages` returned; pages out of range are left out. Donates `pool`."""
     out = tuple(dict(buffers) for buffers in pool)
     for cell in cells(config):
         if cell.component.paged:
             buffer = out[cell.layer][cell.component.buffer]
-            out[cell.layer][cell.component.buffer] = set_bits(buffer, (pages,), rows[cell.name])
+            out[cell.layer][cell.component.buffer] = moves.scatter_pages(buffer, pages, rows[cell.name])
     return out
 
 
@@ -210,19 +223,6 @@ def scatter_boundary(
             index = (slot, at, slice(width))
             out[cell.layer][cell.component.buffer] = set_bits(ring, index, rows[cell.name])
     return out
-
-
-def set_bits(buffer: Array, index: tuple, rows: Array) -> Array:
-    """Sets rows and keeps their bits, dropping those out of range.
-
-    Setting bfloat16 rewrites payloads of NaN, so it is done in unsigned integers; XLA then copies the buffer.
-    Float32 keeps its bits, and is set in place.
-    """
-    if buffer.dtype == jnp.float32:
-        return buffer.at[index].set(rows, mode="drop")
-    unsigned = jnp.dtype(f"uint{8 * buffer.dtype.itemsize}")
-    bits, new = (lax.bitcast_convert_type(array, unsigned) for array in (buffer, rows))
-    return lax.bitcast_convert_type(bits.at[index].set(new, mode="drop"), buffer.dtype)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="pool")
