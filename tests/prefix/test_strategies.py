@@ -11,6 +11,7 @@ import pytest
 from goldenkv.prefix import (
     LRU,
     Composite,
+    FadingSelection,
     RadixTree,
     SelectionDriven,
     SpeculativePrefetch,
@@ -143,7 +144,15 @@ def test_fame_fades() -> None:
 # What all of them promise ---------------------------------------------------------------------------------
 
 
-ALL = [Strategy, LRU, lambda: LRU(1, 1), SelectionDriven, Composite, SpeculativePrefetch]
+ALL = [
+    Strategy,
+    LRU,
+    lambda: LRU(1, 1),
+    SelectionDriven,
+    lambda: FadingSelection(4),
+    Composite,
+    SpeculativePrefetch,
+]
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -287,9 +296,31 @@ def test_prefetch_forgets() -> None:
     assert prefetch.value(1, 5, 9, (), 299) > 1  # what is always there is still known
 
 
+def test_fading_between_last_use_and_frequency() -> None:
+    def order(strategy: Strategy) -> list[int]:
+        strategy.inserted(np.array([0, 1]), 1)
+        for now in range(2, 6):
+            strategy.selected(np.array([0, -1]), now)
+        strategy.selected(np.array([1]), 6)
+        return sorted((0, 1), key=lambda page: strategy.score(Victim(page, page, False, 1, 0, 1)))
+
+    assert order(SelectionDriven()) == order(FadingSelection(0.25)) == [0, 1]
+    assert order(FadingSelection(100)) == [1, 0]
+    strategy = FadingSelection(8)
+    scores = []
+    for now in range(1, 3000, 300):  # far beyond the range of 2 ** (now / half_life)
+        strategy.selected(np.array([3]), now)
+        scores.append(strategy.score(Victim(3, 0, False, 0, 0, 1)))
+    assert scores == sorted(scores) and np.isfinite(scores).all()
+    strategy.freed([3])
+    assert strategy.score(Victim(3, 0, False, 7, 0, 1)) == (-np.inf, 7)
+    assert strategy.score(Victim(3, 0, True, 7, 0, 1)) == (7,)
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: FadingSelection(0),
         lambda: LRU(sinks=-1),
         lambda: LRU(recent=-1),
         lambda: Composite(hit_ticks=-1),

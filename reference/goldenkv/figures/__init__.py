@@ -17,6 +17,7 @@ from .replay import (
 )
 from .state import live_counts_figure, live_rows_figure, state_bytes_figure
 from .tiers import crossover_figure, sources_figure
+from .training import curve_figure, position_figure
 from .weights import index_figure, pooling_weights_figure, shares_figure
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "claims_figure",
     "conversation_figure",
     "crossover_figure",
+    "curve_figure",
     "damage_figure",
     "decimal_size",
     "error_figure",
@@ -44,6 +46,7 @@ __all__ = [
     "policy_cost_figure",
     "pooled_figure",
     "pooling_weights_figure",
+    "position_figure",
     "precision_figure",
     "pyplot",
     "reach_figure",

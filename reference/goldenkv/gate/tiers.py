@@ -1,8 +1,8 @@
 """Paths through the tiers: state leaves the device, comes back from a store, and has the cold run's bits.
 
-Two kinds of lines. The first restore from a tier, the last of them from what a process left on disk that was
-killed (kill -9) while it was writing. The second kill a store in the middle of a load: the request must then
-compute what it did not get, say why, and give the same bits.
+Two kinds of lines. The first restore from a tier, two of them from delta frames, the last from what a process
+left on disk that was killed (kill -9) while it was writing. The second kill a store in the middle of a load:
+the request must then compute what it did not get, say why, and give the same bits.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ..engine import Request, TieredCache
+from ..delta import DeltaCodec
+from ..engine import Request, TieredCache, replay_length
 from ..errors import MissingExtra
 from ..state import compare
+from ..tiers.coded import Coded
 from ..tiers.disk import DiskStore
 from ..tiers.errors import StoreError
 from ..tiers.faults import Faulty
 from ..tiers.host import HostStore
 from ..tiers.mover import Mover
-from ..tiers.objects import Address, Head
+from ..tiers.objects import Address, Head, Item
 from ..tiers.redis import RedisStore
 from ..tiers.server import RedisServer
 from ..tiers.shelf import Tier
@@ -50,6 +52,8 @@ def lines(gate: ColdRun) -> dict[str, Callable[[ColdRun], Result]]:
     found: dict[str, Callable[[ColdRun], Result]] = {"tier: device": _device}
     for name, stores in STORES.items():
         found[f"tier: {name}"] = partial(_through, name, stores)
+    for name in ("host", "disk"):
+        found[f"delta codec: {name}"] = partial(_coded, name)
     found["disk, after kill -9"] = _after_kill
     for name, stores in STORES.items():
         found[f"{name} killed mid-load"] = partial(_killed, name, stores)
@@ -138,6 +142,20 @@ def _through(name: str, stores: Callable, gate: ColdRun) -> Result:
         return Result.skip(f"tier: {name}", str(error))
 
 
+def _coded(name: str, gate: ColdRun) -> Result:
+    """Up from one tier that keeps delta frames. The bytes are theirs, as the store gave them."""
+    line = f"delta codec: {name}"
+    try:
+        codec = DeltaCodec()
+    except MissingExtra as error:
+        return Result.skip(line, str(error))
+    with STORES[name]() as (store, _):
+        counted = _Counted(store)
+        with _stored(gate, Coded(counted, codec)) as cache:
+            result, _ = _served(gate, cache, line)
+    return replace(result, nbytes=counted.nbytes)
+
+
 def _after_kill(gate: ColdRun) -> Result:
     """A process stores the prompt and kills itself in the middle of that; a new one goes on from there."""
     with tempfile.TemporaryDirectory() as folder:
@@ -150,12 +168,14 @@ def _after_kill(gate: ColdRun) -> Result:
 
 
 def _killed(name: str, stores: Callable, gate: ColdRun) -> Result:
-    """The store dies when it has given a third of the pages. Nothing that it gave is enough for a hit."""
+    """The store dies when it has given too few pages for a hit, even by a replay; at most a third."""
     line = f"{name} killed mid-load"
     try:
         with stores() as (store, kill):
-            pages = len(gate.tokens) // gate.engine.geometry.page_size
-            with _stored(gate, _Dying(store, kill, max(1, pages // 3))) as cache:
+            size = gate.engine.geometry.page_size
+            pages = len(gate.tokens) // size
+            useless = min(pages // 3, replay_length(gate.config, pages * size) // size)
+            with _stored(gate, _Dying(store, kill, max(1, useless))) as cache:
                 result, request = _served(gate, cache, line)
                 reasons = cache.mover.metrics.to_json()["fallbacks"]
     except MissingExtra as error:
@@ -178,3 +198,17 @@ class _Dying(Wrapper):
                 self._kill()
             self._left -= 1
         return super().get_into(address, buffer)
+
+
+class _Counted(Wrapper):
+    """Counts the bytes of the payloads that it gives."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.nbytes, self._lock = 0, threading.Lock()
+
+    def get(self, address: Address) -> Item:
+        item = super().get(address)
+        with self._lock:
+            self.nbytes += len(item.payload)
+        return item

@@ -18,7 +18,7 @@ from .identity import (
 from .keys import Change, Event, PageKeys
 from .prefetch import SpeculativePrefetch
 from .radix import RadixTree
-from .strategies import LRU, Composite, SelectionDriven, Strategy, StrategyError, Victim
+from .strategies import LRU, Composite, FadingSelection, SelectionDriven, Strategy, StrategyError, Victim
 from .tree.answers import (
     BadBoundary,
     BadLength,
@@ -49,6 +49,7 @@ __all__ = [
     "Composite",
     "Event",
     "Evicted",
+    "FadingSelection",
     "IdentityError",
     "Inserted",
     "Lock",

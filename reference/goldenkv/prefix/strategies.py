@@ -135,6 +135,46 @@ class SelectionDriven(Strategy):
         self._last[ids] = np.maximum(self._last[ids], now)
 
 
+class FadingSelection(Strategy):
+    """Selection-driven with a memory: pages selected often *and* lately stay.
+
+    A selection at time t counts 2^(t / half_life); the score is the logarithm of the sum, so that it only
+    rises, as the tree asks. A short half life gives `SelectionDriven`, a long one plain frequency.
+
+    Args:
+        half_life: ticks.
+
+    Raises:
+        StrategyError: it is not positive.
+    """
+
+    def __init__(self, half_life: float) -> None:
+        if not half_life > 0:
+            raise StrategyError(f"{half_life=} must be positive")
+        self.half_life = half_life
+        self._score: dict[int, float] = {}
+
+    def score(self, victim: Victim) -> Score:
+        if victim.boundary:
+            return (victim.last_use,)
+        return (self._score.get(victim.page, -math.inf), victim.last_use)
+
+    def inserted(self, pages: np.ndarray, now: int) -> None:
+        self.selected(
+            np.array([p for p in np.asarray(pages).tolist() if p not in self._score], np.int64), now
+        )
+
+    def freed(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._score.pop(page, None)
+
+    def selected(self, pages: np.ndarray, now: int) -> None:
+        for page in np.asarray(pages).tolist():
+            if page >= 0:
+                before = self._score.get(page, -math.inf)
+                self._score[page] = float(np.logaddexp2(before, now / self.half_life))
+
+
 class Composite(Strategy):
     """Reference count, last use and hit history in one score.
 

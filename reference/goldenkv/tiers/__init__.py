@@ -1,10 +1,12 @@
 """Tiers: where state goes when it leaves the device, and how it comes back.
 
 `store` has the protocol and `objects` what is stored. Stores: `host`, `device`, `disk`, and on other machines
-`redis`, `objectstore`, `mooncake`. Wrappers: `seal` encrypts, `quota` limits, `parts` splits, `faults`
-breaks. `mover` copies between the device and a list of tiers; `shelf` is one of them at work.
+`redis`, `objectstore`, `mooncake`. Wrappers: `seal` encrypts, `quota` limits, `parts` splits, `coded` keeps
+delta frames, `faults` breaks. `mover` copies between the device and a list of tiers; `shelf` is one of them
+at work.
 """
 
+from .coded import Coded, LossyCodec
 from .disk import DiskStore
 from .errors import (
     Corrupt,
@@ -36,6 +38,7 @@ from .store import Entry, Stats, Store, VerifiedStore, Wrapper
 
 __all__ = [
     "Address",
+    "Coded",
     "Corrupt",
     "DiskStore",
     "Entry",
@@ -50,6 +53,7 @@ __all__ = [
     "Kind",
     "Label",
     "Late",
+    "LossyCodec",
     "Missing",
     "Mover",
     "OverQuota",
