@@ -217,9 +217,9 @@ def test_row_22_a_store_waits_for_what_writes(monkeypatch: pytest.MonkeyPatch) -
     pending: list[bool] = []
 
     def gathered(stale: bool) -> Callable[..., GatheredPages]:
-        def gather(config: Any, pool: Any, pages: Sequence[int]) -> GatheredPages:
+        def gather(config: Any, pool: Any, pages: Sequence[int], moves: Any) -> GatheredPages:
             pending.append(not jax.tree.leaves(e._pool)[0].is_ready())
-            return GatheredPages(config, e.stale if stale else pool, pages)
+            return GatheredPages(config, e.stale if stale else pool, pages, moves)
 
         return gather
 

@@ -16,7 +16,8 @@ from goldenkv.config import Numerics, micro
 from goldenkv.model.checkpoint import load_checkpoint
 from goldenkv.train import Recipe, Trainer, held_out_losses, train_tokenizer
 from goldenkv.train.export import export, rounded
-from goldenkv.train.loop import optimiser, run
+from goldenkv.train.loop import run
+from goldenkv.train.optimiser import optimiser
 from goldenkv.train.study import by_position
 
 pytest.importorskip("optax", reason="the extra 'train' is not installed")

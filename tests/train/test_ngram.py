@@ -73,10 +73,11 @@ def test_probabilities_add_up() -> None:
         assert np.isclose(sum(np.exp(-model.losses(row)[-1]) for row in rows), 1.0)
 
 
-def test_longer_orders_help_on_a_text_with_habits() -> None:
+def test_the_order_that_a_text_has_helps() -> None:
     train, seen = text(4000), text(1000, seed=1)
     losses = [KneserNey(train, VOCAB, order).losses(seen).mean() for order in (1, 2, 3)]
-    assert losses[0] > losses[1] > losses[2]
+    # A token follows from the *two* before it: from one of them nothing follows.
+    assert abs(losses[0] - losses[1]) < 0.01 and losses[2] < losses[1] - 0.5
     noise = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.int32)
     assert abs(KneserNey(noise, VOCAB, 1).losses(noise).mean() - np.log(VOCAB)) < 0.01
 
@@ -97,6 +98,7 @@ def test_bad_input(tokens: list[int], vocab: int, order: int, said: str) -> None
 
 
 def test_one_token_and_the_largest_keys() -> None:
-    assert KneserNey(np.array([3]), 5, 1).losses(np.array([3]))[0] < np.log(5)
+    # What was seen once is discounted by all that it counts, if nothing was seen twice.
+    assert np.isclose(KneserNey(np.array([3]), 5, 1).losses(np.array([3]))[0], np.log(5))
     top = np.full(12, 2047)
     assert ngram.KneserNey(top, 2048, 5).losses(top).max() < 1  # five digits of 11 bits do not overflow

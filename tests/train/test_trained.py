@@ -40,15 +40,18 @@ def test_it_predicts_text_that_it_never_saw() -> None:
     assert loss(Model(small(), Numerics())) > 7
 
 
-def test_it_beats_what_it_was_compared_with() -> None:
+def test_its_card_says_what_it_does() -> None:
+    """Losses of the first sequences again; float32 sums in another order move them in the sixth digit."""
+    found, (_, model) = trained.training()["measured"], trained.load()
+    again = held_out_losses(model, small(), trained.held_out()[: found["starts"][1] + 2048], 2048, 2)
+    assert np.allclose(again.mean(axis=1), found["sequence_losses"][:2], rtol=1e-4)
+    assert not np.allclose(again.mean(axis=1)[::-1], found["sequence_losses"][:2], rtol=1e-4)
+
+
+def test_it_beats_counting() -> None:
     found = trained.training()
-    ours, plain, ngrams = found["measured"], found["window_only"]["measured"], found["ngrams"]
-    assert ours["loss"] < min(ngrams.values())
-    differences = np.subtract(plain["sequence_losses"], ours["sequence_losses"])
-    error = differences.std(ddof=1) / len(differences) ** 0.5
-    assert differences.mean() > 4 * error  # the same sequences, so differences are paired
-    assert len(ours["by_position"]) == len(POSITIONS) - 1
-    assert found["window_only"]["recipe"] == found["recipe"]
+    assert found["measured"]["loss"] < min(found["ngrams"].values()) - 0.1
+    assert len(found["measured"]["by_position"]) == len(POSITIONS) - 1
 
 
 def test_held_out_text_reads_as_text() -> None:

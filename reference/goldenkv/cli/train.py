@@ -19,7 +19,7 @@ def train(
         typer.Option(help="A folder of text; Python's standard library by default."),
     ] = None,
     pattern: Annotated[str, typer.Option(help="Which files below --text.")] = "*.py",
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of about 4,352 tokens.")] = 1150,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of about 4,352 tokens.")] = 2200,
     window_only: Annotated[
         bool, typer.Option("--window-only", help="The same size without compressed entries, to compare with.")
     ] = False,
@@ -35,6 +35,7 @@ def train(
     from ..train.corpus import folder_files
     from ..train.export import export, rounded
     from ..train.loop import run
+    from ..train.shapes import count
     from ..train.study import measured, ngrams
 
     corpus, tokenizer = read_corpus(stdlib_files() if text is None else folder_files(text, pattern))
@@ -59,6 +60,7 @@ def train(
     export(
         trainer.model, config, folder, tokenizer=tokenizer, held_out=corpus.held_out,
         training={
+            "parameters": count(config),
             "recipe": dataclasses.asdict(recipe),
             "corpus": corpus.about,
             "curve": [json.loads(line) for line in curve_file.read_text().splitlines()],

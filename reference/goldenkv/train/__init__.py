@@ -1,7 +1,8 @@
 """Training the small model whose state the experiments measure: text, forward pass, optimiser, baselines."""
 
 from .corpus import Corpus, Source, read_corpus, stdlib_files, train_tokenizer
-from .loop import Recipe, Trainer, held_out_losses
+from .loop import Trainer, held_out_losses
+from .recipe import Recipe
 from .shapes import small, window_only
 
 __all__ = [

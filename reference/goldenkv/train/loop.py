@@ -17,67 +17,15 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from ..config import ModelConfig, Numerics
-from ..errors import MissingExtra
 from ..model.weights import Model
 from .forward import Forward, Pass
 from .initial import calm
+from .optimiser import optimiser
+from .recipe import Recipe
 
 Params = dict[str, jax.Array]
 _BALANCE = 0.01
 """How far a step moves the bias of an expert that gets too many or too few tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a model is trained.
-
-    Attributes:
-        steps: optimiser steps.
-        batch_tokens: tokens a step, about: as many whole sequences as fit.
-        lengths: (share of the steps, tokens a sequence) for each stage, in order; shares add up to 1.
-        dense: share of the steps in which CSA attends to all entries and the indexers only watch.
-        rate: peak learning rate; of Adam as of Muon, whose steps are scaled to the size of Adam's.
-        warm_up, decay: shares of the steps in which the rate rises from 0 and falls to 0.
-        weight_decay: of matrices.
-        index_weight: weight of the indexers' loss.
-        index_stride: it is taken from every so-manieth query; a prime, so as to meet every place in a block.
-        seed: of weights and batches.
-        dtype: of large products.
-    """
-
-    steps: int
-    batch_tokens: int = 4352
-    lengths: tuple[tuple[float, int], ...] = ((0.85, 1024), (0.15, 2176))
-    dense: float = 0.5
-    rate: float = 6e-3
-    warm_up: float = 0.04
-    decay: float = 0.4
-    weight_decay: float = 0.02
-    index_weight: float = 1.0
-    index_stride: int = 7
-    seed: int = 0
-    dtype: str = "bfloat16"
-
-    def length(self, step: int) -> int:
-        """Tokens a sequence at a step."""
-        reached = 0.0
-        for share, length in self.lengths:
-            reached += share
-            if step < reached * self.steps:
-                return length
-        return self.lengths[-1][1]
-
-    def sequences(self, step: int) -> int:
-        """Sequences in the batch of a step."""
-        return max(1, self.batch_tokens // self.length(step))
-
-    def tokens(self, steps: int) -> int:
-        """Tokens that the first `steps` steps train on."""
-        return sum(self.sequences(step) * self.length(step) for step in range(steps))
-
-    def is_dense(self, step: int) -> bool:
-        """Whether CSA attends to all entries at a step."""
-        return step < self.dense * self.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +180,16 @@ def held_out_losses(
     model: Model, config: ModelConfig, tokens: np.ndarray, length: int, sequences: int
 ) -> np.ndarray:
     """Losses [sequences, length - 1] on evenly spaced sequences of a text, nats a token."""
-    starts = np.linspace(0, len(tokens) - length, sequences).astype(int)
+    starts = sequence_starts(len(tokens), length, sequences)
     leaves, structure = jax.tree.flatten(model)
     return np.stack(
         [np.asarray(_losses(leaves, jnp.asarray(tokens[s : s + length]), structure, config)) for s in starts]
     )
+
+
+def sequence_starts(tokens: int, length: int, sequences: int) -> np.ndarray:
+    """Where evenly spaced sequences of a text begin: the first at 0, the last at its end."""
+    return np.linspace(0, tokens - length, sequences).astype(int)
 
 
 @partial(jax.jit, static_argnames=("structure", "config"))
@@ -248,56 +201,12 @@ def _is_bias(name: str) -> bool:
     return name.endswith("moe.bias")
 
 
-_MUON = (
-    "attention.q_down", "attention.q_up", "attention.kv", "attention.out_group", "attention.out",
-    "compressor.kv", "compressor.gate", "indexer.q",
-    "moe.gate", "moe.up", "moe.down", "moe.shared_gate", "moe.shared_up", "moe.shared_down",
-)  # fmt: skip
-"""Ends of the names of what Muon trains: the matrices of attention and experts. Adam trains the rest."""
-
-
-def optimiser(recipe: Recipe, params: Params) -> Any:
-    """Muon and Adam, each for its own, as in the report (section 2.4)."""
-    try:
-        import optax
-        from optax.contrib import MuonDimensionNumbers, muon
-    except ImportError:
-        raise MissingExtra("train", "training") from None
-    steps = recipe.steps
-    rise, fall = round(recipe.warm_up * steps), round(recipe.decay * steps)
-    rate = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, recipe.rate, max(rise, 1)),
-            optax.constant_schedule(recipe.rate),
-            optax.linear_schedule(recipe.rate, 0.0, max(fall, 1)),
-        ],
-        [rise, steps - fall],
-    )
-
-    # Which axes of a matrix are inputs and outputs; further ones in front are matrices of their own.
-    axes = {name: (leaf.ndim - 2, leaf.ndim - 1) for name, leaf in params.items() if name.endswith(_MUON)}
-
-    def numbers(tree: Any) -> dict[str, Any]:
-        return {name: MuonDimensionNumbers(*axes[name]) if name in axes else None for name in tree}
-
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        muon(
-            rate,
-            weight_decay=recipe.weight_decay,
-            adam_b2=0.98,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=numbers,
-        ),
-    )
-
-
 def run(
     trainer: Trainer,
     held_out: np.ndarray,
     report: Callable[[dict[str, Any]], None],
     *,
-    every: int = 50,
+    every: int = 100,
     keep: str | os.PathLike[str] | None = None,
 ) -> None:
     """Trains to the end of the recipe.

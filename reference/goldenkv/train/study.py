@@ -10,7 +10,7 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..model.weights import Model
-from .loop import held_out_losses
+from .loop import held_out_losses, sequence_starts
 from .ngram import KneserNey
 
 POSITIONS = (0, 128, 256, 512, 1024, 2048)
@@ -42,6 +42,7 @@ def measured(
         "loss": loss,
         "bits_a_byte": loss / np.log(2) / bytes_a_token,
         "by_position": by_position(losses),
+        "starts": sequence_starts(len(tokens), POSITIONS[-1], sequences).tolist(),
         "sequence_losses": [float(row.mean()) for row in losses],
     }
 
