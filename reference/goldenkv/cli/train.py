@@ -42,8 +42,9 @@ def train(
     config = without_entries(small()) if window_only else small()
     recipe = Recipe(steps, seed=seed)
     trainer = Trainer(config, recipe, corpus.train)
-    folder.mkdir(parents=True, exist_ok=True)
-    curve_file, state = folder / "curve.jsonl", folder / "state.safetensors"
+    work = folder / "training"  # a checkpoint folder holds no other tensors than its own
+    work.mkdir(parents=True, exist_ok=True)
+    curve_file, state = work / "curve.jsonl", work / "state.safetensors"
 
     def report(row: dict[str, Any]) -> None:
         with curve_file.open("a") as file:
