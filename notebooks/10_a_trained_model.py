@@ -13,6 +13,7 @@ import numpy as np
 from goldenkv import figures, trained
 from goldenkv.config import Numerics
 from goldenkv.engine import Engine, generate
+from goldenkv.engine.sampling import sample
 from goldenkv.state import compare
 from goldenkv.train import held_out_losses
 from goldenkv.train.shapes import count
@@ -71,8 +72,8 @@ for order, loss in about["ngrams"].items():
 figure = figures.position_figure(POSITIONS, {"CSA + HCA": ours["by_position"]})
 
 # %% [markdown]
-# Files differ, so this comparison of places is not the whole proof. A better one: take the entries away from *this*
-# model and see what it loses. Here the compressors of all layers are made to write zeros.
+# Files differ, so this comparison of places proves nothing. A better one: take the entries away from *this* model and
+# see what it loses. Here the compressors of all layers are made to write zeros. The columns are the places above.
 
 # %%
 _, blind = trained.load()
@@ -88,19 +89,28 @@ for name, losses in (("as trained", with_entries), ("entries of zeros", without)
     print(f"{name:<18}" + "".join(f"{loss:>8.3f}" for loss in by_position(losses)))
 
 # %% [markdown]
+# Little, but something everywhere, and most where the context is long. Nine million tokens teach a model to use its
+# windows first. Larger gains, as one expects of long context, would need more training. Whether a model *without*
+# entries would have learned less in the same time is another question; it was not measured.
+#
 # ## 4. What it writes
 #
-# Greedy, after 1,000 tokens of a held-out file.
+# After 2,000 tokens of held-out source, drawn at temperature 0.7 by a seed. (Greedy, so small a model soon repeats itself.)
 
 # %%
-engine = Engine(model, config, Numerics(), slots=2, max_length=1280)
-prompt = trained.held_out()[:1000]
+engine = Engine(model, config, Numerics(), slots=2, max_length=2304)
+prompt = trained.held_out()[:2000]
 seq = engine.open()
 logits = engine.prefill(seq, prompt)
 kept = engine.snapshot(seq)
-written, _ = generate(engine, seq, logits, 96)
-print(trained.decode(prompt[-80:]), end="")
-print("\033[1m" + trained.decode(written) + "\033[0m")
+
+
+def choose(logits, position):
+    return sample(logits, 0, position, temperature=0.7)
+
+
+written, _ = generate(engine, seq, logits, 96, choose)
+print(trained.decode(prompt[-80:]) + " >>>" + trained.decode(written))
 
 # %% [markdown]
 # And reloaded, the same, bit for bit. This is what the gate does (`02_reload_gate`), with a model that has something
@@ -108,7 +118,7 @@ print("\033[1m" + trained.decode(written) + "\033[0m")
 
 # %%
 again = engine.restore(kept)
-rewritten, _ = generate(engine, again, logits, 96)
+rewritten, _ = generate(engine, again, logits, 96, choose)
 same = compare(engine.rows(seq), engine.rows(again))
 print(f"{same.equal:,} of {same.rows:,} rows are equal; the same text: {written == rewritten}")
 
@@ -121,8 +131,8 @@ assert count(config) <= 6_000_000 and (trained.FOLDER / "model.safetensors").sta
 again = held_out_losses(model, config, trained.held_out()[: ours["starts"][1] + 2048], 2048, 2)
 assert np.allclose(again.mean(axis=1), ours["sequence_losses"][:2], rtol=1e-4)
 assert ours["loss"] < min(about["ngrams"].values())
-# Far context helps: without entries, tokens beyond the window are harder, and those within it are not.
+# Entries help a little, most of all far from the beginning.
 difference = np.subtract(by_position(without), by_position(with_entries))
-assert abs(difference[0]) < 0.1 * difference[-1] and difference[-1] > 0.02
+assert 0 < difference.min() == difference[0] and 0.02 < difference.max() == difference[-1] < 0.1
 assert written == rewritten and same.same
 print("all hold")

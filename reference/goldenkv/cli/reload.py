@@ -86,7 +86,8 @@ def reload(
             progress.update(task, description=line)
             results.append(gate.run_line(line))
             progress.advance(task)
-    report = Report(gate.about | {"text": name}, results)
+    about = gate.about | {"text": name} | ({"model": "the trained model of goldenkv"} if ours else {})
+    report = Report(about, results)
     for table in tables(report):
         out.print(table)
     if ours and tokenizer is None:
