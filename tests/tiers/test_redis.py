@@ -256,7 +256,7 @@ def test_a_flipped_bit_is_found(redis_server: RedisServer, at: float, bit: int, 
     put = item(address(), 300)
     value = bytearray(whole(put))
     head = len(value) - 300
-    value[int(head + at * 300 if payload else at * head)] ^= 1 << bit
+    value[head + int(at * 300) if payload else int(at * head)] ^= 1 << bit
     place(store, client, bytes(value))
     with pytest.raises((Corrupt, Foreign)):
         store.get(address())

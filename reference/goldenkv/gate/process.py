@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +110,9 @@ def serve_store() -> None:
         if step is Step.RENAMED and next(renamed) > objects * 2 // 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with _tiered(engine, DiskStore(order["folder"], at=die)) as cache:
+    # One object after the other, so that it is always the same ones that are whole.
+    one = ThreadPoolExecutor(1)
+    with _tiered(engine, DiskStore(order["folder"], at=die), one) as cache:
         request = cache.begin(namespace_of(engine), order["tokens"])
         cache.run(request)
         cache.mover.drain()
@@ -182,8 +185,8 @@ def _engine(source: ModelSource, longest: int) -> Engine:
 
 
 @contextmanager
-def _tiered(engine: Engine, store: Store) -> Iterator[TieredCache]:
-    mover = Mover([Tier(store=store)], engine.geometry.page_size)
+def _tiered(engine: Engine, store: Store, workers: Executor | None = None) -> Iterator[TieredCache]:
+    mover = Mover([Tier(store=store)], engine.geometry.page_size, workers=workers)
     yield TieredCache(engine, mover, deadline=lambda tokens: PATIENCE)
     mover.close()
 
