@@ -84,7 +84,7 @@ class Quantiser:
     def encode(self, rows: np.ndarray) -> bytes:
         mean = _half(rows.mean(axis=0) if len(rows) else np.zeros(rows.shape[1]))
         spread = _spread(rows - _wide(mean))
-        integers = np.round((rows - _wide(mean)) / self._steps(spread)).astype(np.int32)
+        integers = np.round((rows - _wide(mean)) / _steps(spread, self.step)).astype(np.int32)
         coded = encode_laplace(integers, _laplace_scale(self.step, rows.shape[1]))
         return join_parts([len(rows).to_bytes(4, "little"), mean, spread, coded])
 
@@ -92,10 +92,7 @@ class Quantiser:
         count, mean, spread, coded = split_parts(stream, 4)
         rows = int.from_bytes(count, "little")
         integers = decode_laplace(coded, rows, _laplace_scale(self.step, len(mean) // 2))
-        return (integers * self._steps(spread) + _wide(mean)).astype(np.float32)
-
-    def _steps(self, spread: bytes) -> np.ndarray:
-        return np.maximum(_wide(spread), np.float32(1e-6)) * np.float32(self.step)
+        return (integers * _steps(spread, self.step) + _wide(mean)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class Anchors:
         differences = rows - self._anchored(integers, largest, n)
         others = np.arange(n) % GROUP > 0
         spread = _spread(differences[others])
-        coded = np.round(differences[others] / self._steps(spread)).astype(np.int32)
+        coded = np.round(differences[others] / _steps(spread, self.effective_step)).astype(np.int32)
         head = [n.to_bytes(4, "little"), largest, scales, spread]
         fine = _laplace_scale(self.effective_step, channels)
         return join_parts([*head, encode_laplace(integers, _wide(scales)), encode_laplace(coded, fine)])
@@ -136,7 +133,7 @@ class Anchors:
         others = np.arange(n) % GROUP > 0
         out = self._anchored(decode_laplace(first, -(-n // GROUP), _wide(scales)), largest, n)
         fine = _laplace_scale(self.effective_step, channels)
-        out[others] += decode_laplace(second, int(others.sum()), fine) * self._steps(spread)
+        out[others] += decode_laplace(second, int(others.sum()), fine) * _steps(spread, self.effective_step)
         return out
 
     @property
@@ -150,9 +147,6 @@ class Anchors:
 
     def _anchor_steps(self, largest: bytes) -> np.ndarray:
         return np.maximum(_wide(largest), np.float32(1e-6)) / np.float32(127)
-
-    def _steps(self, spread: bytes) -> np.ndarray:
-        return np.maximum(_wide(spread), np.float32(1e-6)) * np.float32(self.effective_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +208,11 @@ def _spread(differences: np.ndarray) -> bytes:
     """Root mean squares of channels, so that no integer exceeds the root of the number of rows by much."""
     count = max(1, len(differences))
     return _half(np.sqrt(np.sum(differences.astype(np.float64) ** 2, axis=0) / count))
+
+
+def _steps(spread: bytes, step: float) -> np.ndarray:
+    """Of the integers of each channel."""
+    return np.maximum(_wide(spread), np.float32(1e-6)) * np.float32(step)
 
 
 def _laplace_scale(step: float, channels: int) -> np.ndarray:

@@ -18,19 +18,20 @@ def run_layer(
 ) -> tuple[Float[Array, "t s d"], Buffers, Selection | None]:
     """Attention, then MoE, each reading and writing the residual streams through mHC."""
     eps = at.config.rms_norm_eps
-    pre, post, comb = _mixing(layer.attention_mixing, streams, at.config)
+    pre, post, comb = mixing_of(layer.attention_mixing, streams, at.config)
     x = rms_norm(mhc.collapse(streams, pre), layer.attention_norm[...], eps)
     output, buffers, selection = attention(layer.attention, x, buffers, at)
     streams = mhc.expand(streams, output, post, comb)
 
-    pre, post, comb = _mixing(layer.moe_mixing, streams, at.config)
+    pre, post, comb = mixing_of(layer.moe_mixing, streams, at.config)
     x = rms_norm(mhc.collapse(streams, pre), layer.moe_norm[...], eps)
     return mhc.expand(streams, _moe(layer.moe, x, tokens, at), post, comb), buffers, selection
 
 
-def _mixing(
+def mixing_of(
     mixing: w.StreamMixing, streams: Float[Array, "t s d"], config: ModelConfig
 ) -> tuple[Array, Array, Array]:
+    """`ops.mhc.stream_mixing` with the weights of a block: how it reads and writes the streams."""
     return mhc.stream_mixing(
         streams,
         mixing.weight[...],

@@ -14,6 +14,7 @@ import numpy as np
 from ..config import LayerKind
 from ..engine import Engine
 from ..model.attention import layer_frequencies
+from ..model.layer import mixing_of
 from ..model.tile import Probe
 from ..model.weights import Layer, Model
 from ..ops import mhc
@@ -110,16 +111,7 @@ def layer_input(engine: Engine, model: Model, tokens: np.ndarray, probe: Probe, 
         streams = jnp.asarray(probe.streams[number - 1])
     else:
         streams = jnp.repeat(model.embed[...][jnp.asarray(tokens)][:, None, :], config.hc_mult, axis=1)
-    mixing = layer.attention_mixing
-    pre, _, _ = mhc.stream_mixing(
-        streams,
-        mixing.weight[...],
-        mixing.base[...],
-        mixing.scale[...],
-        iterations=config.hc_sinkhorn_iters,
-        eps=config.hc_eps,
-        norm_eps=config.rms_norm_eps,
-    )
+    pre, _, _ = mixing_of(layer.attention_mixing, streams, config)
     return rms_norm(mhc.collapse(streams, pre), layer.attention_norm[...], config.rms_norm_eps)
 
 

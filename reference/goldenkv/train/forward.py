@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from ..config import LayerKind, ModelConfig
 from ..model import weights as w
 from ..model.attention import layer_frequencies
+from ..model.layer import mixing_of
 from ..ops import attend, compress, index, mhc, moe
 from ..ops.norm import rms_norm
 from ..ops.rope import rotate
@@ -70,13 +71,13 @@ class Pass:
         streams = jnp.repeat(model.embed[...][tokens][:, None, :], c.hc_mult, axis=1)
         losses, loads = [], []
         for number, layer in enumerate(model.layers):
-            pre, post, comb = self._mixing(layer.attention_mixing, streams)
+            pre, post, comb = mixing_of(layer.attention_mixing, streams, c)
             x = rms_norm(mhc.collapse(streams, pre), layer.attention_norm[...], c.rms_norm_eps)
             output, loss = self._attention(layer.attention, x, number)
             streams = mhc.expand(streams, output, post, comb)
             losses += [] if loss is None else [loss]
 
-            pre, post, comb = self._mixing(layer.moe_mixing, streams)
+            pre, post, comb = mixing_of(layer.moe_mixing, streams, c)
             x = rms_norm(mhc.collapse(streams, pre), layer.moe_norm[...], c.rms_norm_eps)
             output, load = self._moe(layer.moe, x, tokens)
             streams = mhc.expand(streams, output, post, comb)
@@ -90,13 +91,6 @@ class Pass:
 
     def _product(self, equation: str, a: Array, b: Array) -> Float32[Array, "..."]:
         return jnp.einsum(equation, a.astype(self.dtype), b.astype(self.dtype)).astype(jnp.float32)
-
-    def _mixing(self, m: w.StreamMixing, streams: Array) -> tuple[Array, Array, Array]:
-        c = self.config
-        return mhc.stream_mixing(
-            streams, m.weight[...], m.base[...], m.scale[...],
-            iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps,
-        )  # fmt: skip
 
     def _attention(
         self, a: w.Attention, x: Float[Array, "t i"], layer: int
